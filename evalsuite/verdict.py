@@ -1,7 +1,7 @@
-"""`EvalResult` + `EvalConfig` (+ baseline) -> `Verdict`. Pure, no I/O.
+"""The types of an outcome: `Status`, `Verdict`, exit codes.
 
-What is done with verdicts: `report/` writes them, `plugin.py` and `cli.py` turn them into exit
-codes.
+How a verdict is reached is `judge.py`; what is done with verdicts: `report/` writes them,
+`plugin.py` and `cli.py` turn them into exit codes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""`EvalJob` + `EvalResult` + evidence (+ baseline) -> `Verdict`. Pure, no I/O.
+
+The one place where run status and score meet. What cannot carry a verdict (a dead server,
+missing answers, another backend) is ERROR before any gate is asked; the gates are `gates/`, the
+remarks beside a verdict `remarks.py`, the types `verdict.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from evalsuite.config import Calibration
+from evalsuite.errors import ServerError
+from evalsuite.evaluators.base import EvalResult
+from evalsuite.evidence import BackendEvidence, contradiction
+from evalsuite.gates.absolute import Floor, statistical_gate, threshold_gate
+from evalsuite.gates.base import Counts, GateOutcome
+from evalsuite.jobs import EvalJob
+from evalsuite.ledger import LedgerRecord
+from evalsuite.remarks import remarks
+from evalsuite.stats.proportion import binomial_se, wilson_interval
+from evalsuite.verdict import Status, Verdict
+
+# Beyond this share of missing answers the job is an ERROR whatever the bounds say: so many
+# failures are a fault of the run, and the answers that did arrive are a biased sample.
+MAX_FAILED_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What is known of a run beside its answers; copied into the verdict.
+
+    Attributes:
+        commit: Version-control revision of the code under test, "" if unknown.
+        hardware: Accelerator or CPU name.
+        engine: Engine name and version.
+        duration_s: Whole job, server start included.
+        startup_s: Server start to ready.
+        reproduce: Command line that runs this job again.
+        log_tail: Last lines of the server's log.
+        family_size: Jobs of this run that share one false-alarm rate (Bonferroni); 1 for none.
+            A whole run is better judged with 1 and then `stats.sequential.holm` (see
+            `family.py`).
+    """
+
+    commit: str = ""
+    hardware: str = ""
+    engine: str = ""
+    duration_s: float = 0.0
+    startup_s: float = 0.0
+    reproduce: str = ""
+    log_tail: tuple[str, ...] = ()
+    family_size: int = 1
+
+
+def judge(
+    job: EvalJob,
+    result: EvalResult | None,
+    evidence: BackendEvidence,
+    *,
+    error: Exception | None = None,
+    records: Sequence[LedgerRecord] = (),
+    context: RunContext | None = None,
+) -> Verdict:
+    """Decide one job.
+
+    Args:
+        job: The job; `job.skip_reason` makes it a SKIP.
+        result: Counts, None where no evaluation took place.
+        evidence: What is known of the backend.
+        error: What ended the job early (`ServerError`, `EvalError`, ...), None otherwise.
+        records: The job's ledger, for remarks and the `equal` gate.
+        context: Commit, hardware, durations.
+    """
+    context = context or RunContext()
+    config = job.config
+    verdict = Verdict(
+        job_id=job.id,
+        status=Status.SKIP,
+        reason=job.skip_reason,
+        gate=config.gate.name,
+        result=result,
+        threshold=config.accuracy_threshold,
+        tolerance=config.tolerance,
+        floor=round(config.effective_floor, 12),
+        evidence=evidence,
+        reproduce=context.reproduce,
+        commit=context.commit,
+        hardware=context.hardware,
+        engine=context.engine,
+        duration_s=context.duration_s,
+        startup_s=context.startup_s,
+    )
+    if job.skip_reason:
+        return verdict
+    problem = _problem(job, result, evidence, error)
+    if problem or result is None:
+        tail = tuple(error.log_tail) if isinstance(error, ServerError) else ()
+        return replace(
+            verdict, status=Status.ERROR, reason=problem, log_tail=tail or context.log_tail
+        )
+    outcome = _ask_gate(job, result)
+    if outcome.status is Status.ERROR:
+        return replace(
+            verdict, status=Status.ERROR, reason=outcome.reason, log_tail=context.log_tail
+        )
+    return _with_numbers(verdict, job, result, outcome, records)
+
+
+def _problem(
+    job: EvalJob, result: EvalResult | None, evidence: BackendEvidence, error: Exception | None
+) -> str:
+    """Why there can be no verdict on accuracy, "" where there can."""
+    if error is not None:
+        first_line = str(error).strip().split("\n", 1)[0]
+        return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    if result is None:
+        return "no evaluation took place"
+    if mismatch := contradiction(evidence, job.config.expect_backend):
+        return mismatch
+    first_error = f"; first error: {result.first_error}" if result.first_error else ""
+    if result.num_failed > MAX_FAILED_SHARE * result.num_questions:
+        return (
+            f"{result.num_failed} of {result.num_questions} requests failed, more than "
+            f"{MAX_FAILED_SHARE:.0%}{first_error}"
+        )
+    if result.num_answered + result.num_failed != result.num_questions:
+        return (
+            f"the evaluation is incomplete: {result.num_answered} answered and "
+            f"{result.num_failed} failed of {result.num_questions} questions{first_error}"
+        )
+    if result.num_questions < 1:
+        return "no question was asked"
+    if result.metric not in result.num_correct:
+        return f"the evaluator counted nothing under the gating metric {result.metric!r}"
+    return ""
+
+
+def _floor(job: EvalJob) -> Floor:
+    calibration = job.config.calibration
+    gate = job.config.gate
+    return Floor(
+        threshold=job.config.accuracy_threshold,
+        tolerance=job.config.tolerance,
+        sigma_run=calibration.sigma_run if isinstance(calibration, Calibration) else None,
+        alpha=gate.alpha,
+        power=gate.power,
+    )
+
+
+def _ask_gate(job: EvalJob, result: EvalResult) -> GateOutcome:
+    counts = Counts(result.num_correct[result.metric], result.num_failed, result.num_questions)
+    name = job.config.gate.name
+    if name == "threshold":
+        return threshold_gate(counts, _floor(job))
+    if name == "statistical":
+        return statistical_gate(counts, _floor(job))
+    return GateOutcome(Status.ERROR, f"gate {name!r} needs a baseline and none was given")
+
+
+def _with_numbers(
+    verdict: Verdict,
+    job: EvalJob,
+    result: EvalResult,
+    outcome: GateOutcome,
+    records: Sequence[LedgerRecord],
+) -> Verdict:
+    n = result.num_questions
+    low, high = result.accuracy_bounds
+    stderr = binomial_se(low, n)
+    floor = round(job.config.effective_floor, 12)
+    interval = (
+        wilson_interval(round(low * n), n)[0],
+        wilson_interval(round(high * n), n)[1],
+    )
+    with_numbers = replace(
+        verdict,
+        status=outcome.status,
+        reason=outcome.reason,
+        accuracy=low,
+        interval=interval,
+        stderr=stderr,
+        margin_se=(low - floor) / stderr if stderr > 0 else None,
+        detectable_drop=outcome.detectable_drop,
+        alpha=outcome.alpha,
+        power=outcome.power,
+        p_value=outcome.p_value,
+        detail={**outcome.detail, "accuracy_bounds": [low, high]},
+    )
+    return replace(with_numbers, warnings=remarks(with_numbers, job.config, records))

@@ -1,0 +1,91 @@
+"""What a reader must see beside a verdict: truncation, noise, thresholds that mean little.
+
+Receives a verdict with its numbers, the config and the ledger; returns sentences. None of them
+changes the verdict; what does is in `judge.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evalsuite.config import Calibration, EvalConfig
+from evalsuite.evaluators.base import EvalResult
+from evalsuite.ledger import LedgerRecord
+from evalsuite.verdict import Verdict
+
+# A tolerance of more standard errors than this hides real losses: at 4, a build that lost the
+# whole tolerance fails only half the time and an unchanged one fails once in 30,000.
+WIDE_TOLERANCE_SE = 4.0
+# The reading that takes numbers as numbers; the gating reading is compared with it.
+RIGHT_READING = "numeric"
+
+
+def remarks(
+    verdict: Verdict, config: EvalConfig, records: Sequence[LedgerRecord]
+) -> tuple[str, ...]:
+    """Collect every remark that applies, the ones about the answers first."""
+    result = verdict.result
+    if result is None:
+        return ()
+    found = [*_answers(result, config, records), *_noise(verdict, result, config)]
+    if verdict.evidence.ignored_switches:
+        found.append("the server ignored: " + ", ".join(verdict.evidence.ignored_switches))
+    return tuple(found)
+
+
+def _answers(result: EvalResult, config: EvalConfig, records: Sequence[LedgerRecord]) -> list[str]:
+    found = []
+    n = result.num_questions
+    if result.num_truncated:
+        cut = sum(
+            record.repeat == 0
+            and record.status == "truncated"
+            and record.scores.get(result.metric) == "no_answer"
+            for record in records
+        )
+        found.append(
+            f"{result.num_truncated} of {n} replies ({result.num_truncated / n:.1%}) were cut by "
+            f"max_tokens {config.max_tokens}"
+            + (f"; {cut} of them hold no answer because they were cut" if records else "")
+        )
+    if result.num_empty:
+        found.append(f"{result.num_empty} of {n} replies ({result.num_empty / n:.1%}) are empty")
+    if result.num_failed:
+        low, high = result.accuracy_bounds
+        found.append(
+            f"{result.num_failed} of {n} answers are missing: accuracy between {low:.4f} and "
+            f"{high:.4f}; first error: {result.first_error}"
+        )
+    if result.retries:
+        found.append(f"{result.retries} requests were retried")
+    gating = result.num_correct[result.metric]
+    right = result.num_correct.get(RIGHT_READING, gating)
+    if right != gating:
+        found.append(
+            f"the gating reading {result.metric!r} counts {gating} right, the reading "
+            f"{RIGHT_READING!r} {right}"
+        )
+    return found
+
+
+def _noise(verdict: Verdict, result: EvalResult, config: EvalConfig) -> list[str]:
+    found = []
+    n = result.num_questions
+    assert verdict.interval is not None and verdict.floor is not None  # noqa: PT018
+    low, high = verdict.interval
+    if verdict.gate in ("threshold", "statistical") and low <= verdict.floor <= high:
+        found.append(
+            f"the floor {verdict.floor:g} lies inside the noise of {n} questions: standard error "
+            f"{verdict.stderr or 0.0:.4f}, 95 % interval {low:.4f} to {high:.4f}"
+        )
+    if verdict.stderr and config.tolerance > WIDE_TOLERANCE_SE * verdict.stderr:
+        found.append(
+            f"tolerance {config.tolerance:g} is {config.tolerance / verdict.stderr:.1f} standard "
+            "errors: smaller losses pass unseen"
+        )
+    calibration = config.calibration
+    if isinstance(calibration, Calibration) and calibration.num_questions != n:
+        found.append(
+            f"the calibration was made on {calibration.num_questions} questions, this run asked {n}"
+        )
+    return found

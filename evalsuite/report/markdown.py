@@ -1,0 +1,107 @@
+"""`summary.md`: what a CI system shows beside a run.
+
+Receives verdicts, returns Markdown: one table, then what went wrong in each job, then remarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evalsuite.report.text import (
+    accuracy_cell,
+    backend_cell,
+    interval_cell,
+    points,
+    rate,
+    visible,
+    write_text,
+)
+from evalsuite.verdict import Status, Verdict
+
+if TYPE_CHECKING:
+    from evalsuite.report import RunMeta
+
+_HEADER = (
+    "job",
+    "verdict",
+    "accuracy",
+    "95 % interval",
+    "floor",
+    "margin (SE)",
+    "false alarm",
+    "sees a drop of (points)",
+    "backend",
+    "time (s)",
+)
+
+
+def cell(text: str) -> str:
+    """Escape one table cell: no pipe, line break or HTML of a reply may leave it."""
+    text = visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`").split())
+
+
+def fenced(text: str) -> str:
+    """Put text into a code fence longer than any run of backticks in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{visible(text)}\n{fence}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a Markdown table; cells are escaped here."""
+    lines = ["| " + " | ".join(map(cell, header)) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _row(verdict: Verdict) -> list[str]:
+    drop = points(verdict.detectable_drop)
+    if verdict.detectable_drop is not None and verdict.power is not None:
+        drop += f" at {verdict.power:.0%}"
+    return [
+        verdict.job_id,
+        verdict.status.value,
+        accuracy_cell(verdict),
+        interval_cell(verdict),
+        "-" if verdict.floor is None else f"{verdict.floor:g}",
+        "-" if verdict.margin_se is None else f"{verdict.margin_se:+.1f}",
+        rate(verdict.alpha),
+        drop,
+        backend_cell(verdict),
+        f"{verdict.duration_s:.1f}",
+    ]
+
+
+def render(verdicts: Sequence[Verdict], meta: RunMeta) -> str:
+    """Return the whole summary."""
+    counts = [
+        f"{sum(verdict.status is status for verdict in verdicts)} {status}"
+        for status in Status
+        if any(verdict.status is status for verdict in verdicts)
+    ]
+    parts = [
+        f"## Accuracy: {', '.join(counts) or 'no job ran'}",
+        table(_HEADER, [_row(verdict) for verdict in verdicts]),
+    ]
+    for verdict in verdicts:
+        if verdict.status is Status.PASS and not verdict.warnings:
+            continue
+        lines = [f"### {cell(verdict.job_id)}: {verdict.status}", cell(verdict.reason)]
+        lines += [f"- {cell(warning)}" for warning in verdict.warnings]
+        if verdict.log_tail:
+            lines.append(fenced("\n".join(verdict.log_tail)))
+        if verdict.reproduce and verdict.status is not Status.PASS:
+            lines.append(fenced(verdict.reproduce))
+        parts.append("\n\n".join(lines))
+    if meta.command:
+        parts.append(f"Run {cell(meta.run_id)}:\n\n{fenced(meta.command)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def write(path: Path, verdicts: Sequence[Verdict], meta: RunMeta) -> Path:
+    """Write the summary."""
+    return write_text(path, render(verdicts, meta))

@@ -1,0 +1,82 @@
+"""Small shared pieces of the reports: atomic writing, clean text, number formats.
+
+Receives values of a verdict, returns text every format can hold.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from evalsuite.verdict import Verdict
+
+# XML 1.0 allows only these below the surrogates; everything else is shown as #xNN, the form
+# that pytest's own JUnit writer uses.
+_ILLEGAL = re.compile("[^\u0009\u000a\u000d\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def visible(text: str) -> str:
+    """Replace characters that no XML, HTML or UTF-8 file can hold by `#xNN`."""
+    return _ILLEGAL.sub(lambda match: f"#x{ord(match.group()):02X}", text)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write UTF-8 so that a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    partial.replace(path)
+    return path
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    """Render a fraction as per cent, "-" where there is none."""
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def points(value: float | None, digits: int = 1) -> str:
+    """Render a difference of fractions as points, "-" where there is none."""
+    return "-" if value is None else f"{100 * value:.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """Render an error rate; the small ones as a power of ten."""
+    if value is None:
+        return "-"
+    return f"{100 * value:.3g} %" if value >= 1e-4 else ("0" if value == 0 else f"{value:.0e}")
+
+
+def accuracy_cell(verdict: Verdict) -> str:
+    """Accuracy as printed in every table; truncation and empties stand beside it."""
+    if verdict.accuracy is None:
+        return "-"
+    text = f"{verdict.accuracy:.4f}"
+    result = verdict.result
+    if result is None:
+        return text
+    flags = [
+        f"{count} {name}"
+        for count, name in (
+            (result.num_truncated, "cut"),
+            (result.num_empty, "empty"),
+            (result.num_failed, "missing"),
+        )
+        if count
+    ]
+    return f"{text} ({', '.join(flags)})" if flags else text
+
+
+def interval_cell(verdict: Verdict) -> str:
+    """95 % interval, "-" where there is none."""
+    if verdict.interval is None:
+        return "-"
+    return f"{verdict.interval[0]:.4f} to {verdict.interval[1]:.4f}"
+
+
+def backend_cell(verdict: Verdict) -> str:
+    """Observed backend; what was declared where nothing was observed."""
+    evidence = verdict.evidence
+    if evidence.observed:
+        return evidence.observed
+    return f"{evidence.declared} (declared)" if evidence.declared else "-"
