@@ -1,0 +1,154 @@
+"""The path for a handful of tokens: no alignment, no tiles of padding, weights streamed once.
+
+With one token each selected expert has one row, so both GEMMs are matrix-vector products bound
+by reading weights. `gate_up` launches a program for each (slot, block of I); `down` runs over a
+token's K slots inside one program and sums them in float32, in slot order, without a second pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moeserve.triton_kernels.grouped_gemm import ACTIVATION_CODES, _activate
+
+
+@dataclass(frozen=True)
+class GemvTile:
+    """Rows of weights a program owns, and how much of a row it reads at once."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 1
+
+
+@triton.jit
+def _local_expert(
+    ids_ptr, map_ptr, slot, first_expert, num_local, num_experts, HAS_MAP: tl.constexpr
+):
+    """Local id of a slot's expert, or -1 where it lives elsewhere."""
+    expert = tl.load(ids_ptr + slot).to(tl.int32)
+    is_known = (expert >= 0) & (expert < num_experts)
+    if HAS_MAP:
+        local = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int32)
+    else:
+        local = tl.where(is_known, expert - first_expert, -1)
+    return tl.where((local >= 0) & (local < num_local), local, -1)
+
+
+@triton.jit
+def moe_gate_up_gemv_kernel(
+    x_ptr, w13_ptr, act_ptr, ids_ptr, map_ptr, weights_ptr,
+    stride_x, first_expert, num_local, num_experts, H, I,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, HAS_MAP: tl.constexpr, ACTIVATION: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """One slot's BN columns of act [T * K, I]."""
+    slot = tl.program_id(1).to(tl.int64)
+    local = _local_expert(ids_ptr, map_ptr, slot, first_expert, num_local, num_experts, HAS_MAP)
+    if local >= 0:
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        rows = 2 * I if IS_GATED else I
+        base = w13_ptr + (local.to(tl.int64) * rows + n[:, None]) * H
+        x_row = x_ptr + (slot // K) * stride_x
+        gate = tl.zeros([BN, BK], tl.float32)
+        up = tl.zeros([BN, BK], tl.float32)
+        for k in tl.range(0, H, BK, num_stages=STAGES):
+            kk = k + tl.arange(0, BK)
+            is_in = (n[:, None] < I) & (kk[None, :] < H)
+            if EVEN:
+                x = tl.load(x_row + kk).to(tl.float32)[None, :]
+                g = tl.load(base + kk[None, :])
+            else:
+                x = tl.load(x_row + kk, mask=kk < H, other=0.0).to(tl.float32)[None, :]
+                g = tl.load(base + kk[None, :], mask=is_in, other=0.0)
+            gate += g.to(tl.float32) * x
+            if IS_GATED:
+                u_ptr = base + I.to(tl.int64) * H + kk[None, :]
+                u = tl.load(u_ptr) if EVEN else tl.load(u_ptr, mask=is_in, other=0.0)
+                up += u.to(tl.float32) * x
+        g_sum = tl.sum(gate, 1)
+        u_sum = tl.sum(up, 1)
+        if WEIGHT_ON_INPUT:
+            weight = tl.load(weights_ptr + slot)
+            g_sum *= weight
+            u_sum *= weight
+        act = _activate(g_sum, u_sum, ACTIVATION)
+        tl.store(act_ptr + slot * I + n, act.to(act_ptr.dtype.element_ty), mask=n < I)
+
+
+@triton.jit
+def moe_down_gemv_kernel(
+    act_ptr, w2_ptr, out_ptr, ids_ptr, map_ptr, weights_ptr,
+    stride_out, first_expert, num_local, num_experts, H, I,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """One token's BN columns of out [T, H], summed over its slots."""
+    token = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN, BK], tl.float32)
+    for k in range(K):
+        slot = token * K + k
+        local = _local_expert(ids_ptr, map_ptr, slot, first_expert, num_local, num_experts, HAS_MAP)
+        if local >= 0:
+            base = w2_ptr + (local.to(tl.int64) * H + n[:, None]) * I
+            acc = tl.zeros([BN, BK], tl.float32)
+            for i in tl.range(0, I, BK, num_stages=STAGES):
+                ii = i + tl.arange(0, BK)
+                if EVEN:
+                    a = tl.load(act_ptr + slot * I + ii)
+                    w = tl.load(base + ii[None, :])
+                else:
+                    a = tl.load(act_ptr + slot * I + ii, mask=ii < I, other=0.0)
+                    is_in = (n[:, None] < H) & (ii[None, :] < I)
+                    w = tl.load(base + ii[None, :], mask=is_in, other=0.0)
+                acc += w.to(tl.float32) * a.to(tl.float32)[None, :]
+            if HAS_WEIGHT:
+                acc *= tl.load(weights_ptr + slot)
+            total += acc
+    out = tl.sum(total, 1)
+    tl.store(out_ptr + token * stride_out + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
+
+
+def gate_up_gemv(
+    x: torch.Tensor, w13: torch.Tensor, act: torch.Tensor, topk_ids: torch.Tensor,
+    tile: GemvTile, *, num_experts: int, activation: str, first_expert: int = 0,
+    expert_map: torch.Tensor | None = None, weights_on_input: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """x [T, H], w13 [E_loc, 2I, H] -> act [T * K, I] for slots whose expert is local."""
+    H = x.shape[1]
+    I = act.shape[1]  # noqa: E741 - the field's letter
+    moe_gate_up_gemv_kernel[(triton.cdiv(I, tile.block_n), act.shape[0])](
+        x, w13, act, topk_ids, expert_map if expert_map is not None else topk_ids,
+        weights_on_input if weights_on_input is not None else x,
+        x.stride(0), first_expert, w13.shape[0], num_experts, H, I,
+        K=topk_ids.shape[1], BN=tile.block_n, BK=tile.block_k, STAGES=tile.num_stages,
+        EVEN=I % tile.block_n == 0 and H % tile.block_k == 0,
+        HAS_MAP=expert_map is not None, ACTIVATION=ACTIVATION_CODES[activation],
+        WEIGHT_ON_INPUT=weights_on_input is not None, IS_GATED=activation != "relu2",
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def down_gemv(
+    act: torch.Tensor, w2: torch.Tensor, out: torch.Tensor, topk_ids: torch.Tensor,
+    tile: GemvTile, *, num_experts: int, weights: torch.Tensor | None, first_expert: int = 0,
+    expert_map: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """act [T * K, I], w2 [E_loc, H, I] -> out [T, H], weighted and summed over slots."""
+    H, I = w2.shape[1], w2.shape[2]  # noqa: E741 - the field's letter
+    moe_down_gemv_kernel[(triton.cdiv(H, tile.block_n), out.shape[0])](
+        act, w2, out, topk_ids, expert_map if expert_map is not None else topk_ids,
+        weights if weights is not None else act,
+        out.stride(0), first_expert, w2.shape[0], num_experts, H, I,
+        K=topk_ids.shape[1], BN=tile.block_n, BK=tile.block_k, STAGES=tile.num_stages,
+        EVEN=H % tile.block_n == 0 and I % tile.block_k == 0,
+        HAS_MAP=expert_map is not None, HAS_WEIGHT=weights is not None,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
