@@ -1,82 +1,174 @@
 """One YAML file -> `EvalConfig`, frozen and checked.
 
 Receives a path; returns the config with every default filled in, or raises `ConfigError`
-with all problems of the file (file, line, key path, value, closest valid name). Which files
-are run is `lists.py`; what a config needs of a machine is `jobs.py`.
+with all problems of the file (file, line, key path, value, closest valid name). The reading
+of YAML is `yaml_loader.py`; what one value may be is here; what values mean together, and the
+texts of the messages, are `config_checks.py`. Which files are run is `lists.py`; what a config
+needs of a machine is `jobs.py`.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from evalsuite import names
+from evalsuite.errors import ConfigError, Problem
+from evalsuite.server_args import TRUST_FLAGS, has_switch, parse_server_args
+from evalsuite.yaml_loader import UNREADABLE, Document, load_document
 
 EngineName = str
 GateName = Literal["threshold", "statistical", "paired", "equal"]
 EvidenceLevel = Literal["declared", "logged", "executed"]
 
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MODEL_NAME = re.compile(r"[^\s\x00-\x1f-][^\s\x00-\x1f]*")
+# Seeds are 63-bit in every engine's sampler.
+MAX_SEED = 2**63 - 1
 
-class ExpectBackend(BaseModel):
+
+def _between(low: float, high: float, remedy: str = "") -> AfterValidator:
+    """Check low <= value <= high; NaN fails as every comparison with it does."""
+
+    def check(value: float | None) -> float | None:
+        if value is None or low <= value <= high:
+            return value
+        if math.isnan(value) or math.isinf(value):
+            raise ValueError(f"{value} cannot be meant; give a finite number")
+        limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise ValueError(f"{value:g} is out of range; it must be {limit}{remedy}")
+
+    return AfterValidator(check)
+
+
+def _fraction(value: float) -> float:
+    """Check a share of 1, and recognise per cent."""
+    if math.isnan(value) or math.isinf(value):
+        raise ValueError(f"{value} cannot be meant; give a fraction of 1 such as 0.88")
+    if 1 < value <= 100:
+        raise ValueError(f"{value:g} looks like per cent; write {value / 100:g}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{value:g} is no share of the questions; give a fraction from 0 to 1")
+    return value
+
+
+# The largest finite float: "at least LOW, and finite".
+_FINITE = 1.7976931348623157e308
+Fraction = Annotated[float, AfterValidator(_fraction)]
+Count = Annotated[int, _between(1, 10_000_000)]
+Seconds = Annotated[float, _between(1e-3, 7 * 86400, " seconds")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ExpectBackend(_Strict):
     """The MoE backend a config was written for, and how strongly it must be shown.
 
     `level` orders as declared < logged < executed; see `evidence.py`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     level: EvidenceLevel = "logged"
 
 
-class Gate(BaseModel):
-    """How the score becomes PASS or FAIL. A bare string in YAML is the `name`."""
+class Gate(_Strict):
+    """How the score becomes PASS or FAIL. A bare string in YAML is the `name`.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Attributes:
+        name: Which gate.
+        alpha: False-alarm rate.
+        power: Rate at which the smallest detectable drop is seen.
+        max_repeats: Repeats on the warm server, at most.
+        max_drop: Largest true drop that is still acceptable, None for none.
+    """
 
     name: GateName = "threshold"
-    alpha: float = 0.05
-    power: float = 0.8
-    max_repeats: int = 1
-    max_drop: float | None = None
+    alpha: Annotated[float, _between(1e-9, 0.5)] = 0.05
+    power: Annotated[float, _between(0.5, 0.999999)] = 0.8
+    max_repeats: Annotated[int, _between(1, 1000)] = 1
+    max_drop: Fraction | None = None
 
 
-class Calibration(BaseModel):
-    """Noise of this configuration as `evalsuite calibrate` measured it."""
+class Calibration(_Strict):
+    """Noise of this configuration as `evalsuite calibrate` measured it.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Attributes:
+        sigma_run: Standard deviation of the accuracy between runs, as a fraction.
+        discordant: Share of questions on which two runs disagree.
+        repeats: Runs measured.
+        num_questions: Questions per run.
+        hardware: Where it was measured.
+        date: When, as text.
+    """
 
-    sigma_run: float
-    discordant: float
-    repeats: int
-    num_questions: int
+    sigma_run: Fraction
+    discordant: Fraction
+    repeats: Count
+    num_questions: Count
     hardware: str = ""
     date: str = ""
 
 
-class EvalConfig(BaseModel):
-    """One job's settings. Keys and meanings: `docs/config.md`."""
+class Provenance(_Strict):
+    """Where the threshold comes from. A bare string in YAML is the `source`.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Attributes:
+        source: Who measured it.
+        note: What a reader should know about it.
+        num_questions: The number of questions it was made for, None for the whole test set.
+    """
 
-    # The field's keys.
+    source: str = ""
+    note: str = ""
+    num_questions: Count | None = None
+
+    def __str__(self) -> str:
+        """Source and note in one line, "" if there is neither."""
+        return "; ".join(part for part in (self.source, self.note) if part)
+
+    def __bool__(self) -> bool:
+        """Whether anything is said."""
+        return bool(str(self))
+
+
+class EvalConfig(_Strict):
+    """One job's settings. Keys, meanings and defaults: `docs/config.md`."""
+
+    # The field's keys; defaults are those of its script, but for `server_args`, to which
+    # nothing is added.
     model_name: str
-    accuracy_threshold: float
-    num_questions: int
-    num_fewshot: int
+    accuracy_threshold: Fraction
+    num_questions: Count
+    num_fewshot: Annotated[int, _between(0, 1000)]
     server_args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
-    startup_max_wait_seconds: float = 1200.0
-    tolerance: float = 0.08
-    max_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 42
+    startup_max_wait_seconds: Seconds = 1200.0
+    tolerance: Fraction = 0.08
+    max_tokens: Count = 256
+    temperature: Annotated[float, _between(0, 10)] = 0.0
+    seed: Annotated[int, _between(0, MAX_SEED)] = 42
     gen_prefix: str = ""
     use_chat_completions: bool = False
-    max_concurrency: int | None = None
-    request_timeout_seconds: float = 600.0
-    rocm_request_timeout_seconds: float | None = None
-    min_acceptance_length: float | None = None
+    max_concurrency: Count | None = None
+    request_timeout_seconds: Seconds = 600.0
+    rocm_request_timeout_seconds: Seconds | None = None
+    min_acceptance_length: Annotated[float, _between(1, _FINITE)] | None = None
     startup_rpc_checks: tuple[str, ...] = ()
 
     # Ours.
@@ -89,14 +181,142 @@ class EvalConfig(BaseModel):
     baseline: str | None = None
     calibration: Calibration | Literal["uncalibrated"] = "uncalibrated"
     tags: tuple[str, ...] = ()
-    provenance: str = ""
+    provenance: Provenance = Field(default_factory=Provenance)
     trust_remote_code: bool = False
-    max_retries: int = 3
+    max_retries: Annotated[int, _between(0, 100)] = 3
+
+    @field_validator("model_name")
+    @classmethod
+    def _check_model_name(cls, value: str) -> str:
+        if not _MODEL_NAME.fullmatch(value):
+            raise ValueError(f"{value!r} is no model id or folder (empty, blanks, or a leading -)")
+        return value
+
+    @field_validator("server_args", mode="before")
+    @classmethod
+    def _read_server_args(cls, value: Any) -> tuple[str, ...]:
+        return parse_server_args(value)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _read_env(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            for name, text in value.items():
+                if not _ENV_NAME.fullmatch(str(name)):
+                    raise ValueError(f"{name!r} is not the name of an environment variable")
+                if isinstance(text, str) and "\0" in text:
+                    raise ValueError(f"the value of {name} holds a NUL character")
+        return {} if value is None else value
+
+    @field_validator("tags", "startup_rpc_checks", mode="before")
+    @classmethod
+    def _read_names(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("tags", "startup_rpc_checks")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not name or value.count(name) > 1:
+                raise ValueError(f"{name!r} is given twice" if name else "holds an empty name")
+        return value
+
+    @field_validator("gate", "expect_backend", mode="before")
+    @classmethod
+    def _read_name_or_mapping(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("provenance", mode="before")
+    @classmethod
+    def _read_provenance(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+    @field_validator("engine", "task", "evaluator")
+    @classmethod
+    def _check_known(cls, value: str, info: ValidationInfo) -> str:
+        names.check_known(str(info.field_name), value)
+        return value
 
     @property
     def effective_floor(self) -> float:
         """The lowest accuracy that passes the `threshold` gate."""
         return self.accuracy_threshold - self.tolerance
+
+    @property
+    def has_remote_code(self) -> bool:
+        """Whether the file trusts the model's own Python code, by key or by flag."""
+        return self.trust_remote_code or has_switch(self.server_args, TRUST_FLAGS)
+
+    def timeout_for(self, vendor: str) -> float:
+        """Seconds a request may take on a pool of `vendor`."""
+        if vendor == "amd" and self.rocm_request_timeout_seconds is not None:
+            return self.rocm_request_timeout_seconds
+        return self.request_timeout_seconds
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """One file as read.
+
+    Attributes:
+        path: The file.
+        config: None where there is any error.
+        problems: Errors, warnings and notes, in file order.
+        sources: Top-level key -> "file:line", "command line" or "default".
+    """
+
+    path: Path
+    config: EvalConfig | None
+    problems: list[Problem]
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the file may not be run."""
+        return any(problem.severity == "error" for problem in self.problems)
+
+
+def read_config(
+    path: Path, overrides: Mapping[str, Any] | None = None, display: str = ""
+) -> LoadedConfig:
+    """Read and check one YAML file; faults are returned, never raised.
+
+    Args:
+        path: The file.
+        overrides: Top-level keys set on the command line; they win over the file.
+        display: How messages name the file.
+    """
+    from evalsuite import config_checks
+
+    document = load_document(path, display)
+    problems = list(document.problems)
+    overrides = dict(overrides or {})
+    if document.value is None or not isinstance(document.value, dict):
+        if document.value is not None and not problems:
+            kind = "a list" if isinstance(document.value, list) else "a single value"
+            problems.append(
+                Problem("error", f"holds {kind}; a config is `key: value` lines", document.file, 1)
+            )
+        return LoadedConfig(path, None, problems)
+    problems += config_checks.check_keys(document)
+    values = {
+        key: value
+        for key, value in document.value.items()
+        if key in EvalConfig.model_fields and not _holds_unreadable(value)
+    }
+    config, faults = _validate({**values, **overrides}, document)
+    problems += faults
+    if config is not None:
+        problems += config_checks.check_meaning(config, document)
+    problems.sort(key=lambda problem: problem.line)
+    has_errors = any(problem.severity == "error" for problem in problems)
+    sources = {
+        key: "command line"
+        if key in overrides
+        else (f"{document.file}:{document.line((key,))}" if key in values else "default")
+        for key in EvalConfig.model_fields
+    }
+    return LoadedConfig(path, None if has_errors else config, problems, sources)
 
 
 def load_config(path: Path) -> EvalConfig:
@@ -105,4 +325,34 @@ def load_config(path: Path) -> EvalConfig:
     Raises:
         ConfigError: With every problem of the file.
     """
-    raise NotImplementedError
+    loaded = read_config(path)
+    if loaded.config is None:
+        raise ConfigError([problem for problem in loaded.problems if problem.severity == "error"])
+    return loaded.config
+
+
+def _holds_unreadable(value: Any) -> bool:
+    """Whether a refused value is anywhere inside; its fault is reported already."""
+    if isinstance(value, dict):
+        return any(_holds_unreadable(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_holds_unreadable(item) for item in value)
+    return value is UNREADABLE
+
+
+def _validate(
+    values: dict[str, Any], document: Document
+) -> tuple[EvalConfig | None, list[Problem]]:
+    """Run the model over the values; faults come back with file, line and key."""
+    from evalsuite import config_checks
+
+    try:
+        return EvalConfig.model_validate(values), []
+    except ValidationError as error:
+        refused = {key for key, value in document.value.items() if _holds_unreadable(value)}
+        return None, [
+            config_checks.describe(fault, document)
+            for fault in error.errors()
+            if not config_checks.is_noise_of_union(fault)
+            and not (fault["type"] == "missing" and fault["loc"][0] in refused)
+        ]
