@@ -2,152 +2,62 @@
 
 Receives a path; returns the config with every default filled in, or raises `ConfigError`
 with all problems of the file (file, line, key path, value, closest valid name). The reading
-of YAML is `yaml_loader.py`; what one value may be is here; what values mean together, and the
-texts of the messages, are `config_checks.py`. Which files are run is `lists.py`; what a config
-needs of a machine is `jobs.py`.
+of YAML is `yaml_loader.py`; what one value may be is here and in `config_types.py`, what values
+mean together in `config_checks.py`, the texts of the messages in `config_faults.py`. Which
+files are run is `lists.py`; what a config needs of a machine is `jobs.py`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from evalsuite import names
+from evalsuite.config_types import (
+    FINITE,
+    MAX_SEED,
+    Calibration,
+    Count,
+    EvidenceLevel,
+    ExpectBackend,
+    Fraction,
+    Gate,
+    GateName,
+    Provenance,
+    Seconds,
+    Strict,
+    between,
+)
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.server_args import TRUST_FLAGS, has_switch, parse_server_args
 from evalsuite.yaml_loader import UNREADABLE, Document, load_document
 
 EngineName = str
-GateName = Literal["threshold", "statistical", "paired", "equal"]
-EvidenceLevel = Literal["declared", "logged", "executed"]
+
+__all__ = [
+    "Calibration",
+    "EngineName",
+    "EvalConfig",
+    "EvidenceLevel",
+    "ExpectBackend",
+    "Gate",
+    "GateName",
+    "LoadedConfig",
+    "Provenance",
+    "load_config",
+    "read_config",
+]
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f-][^\s\x00-\x1f]*")
-# Seeds are 63-bit in every engine's sampler.
-MAX_SEED = 2**63 - 1
 
 
-def _between(low: float, high: float, remedy: str = "") -> AfterValidator:
-    """Check low <= value <= high; NaN fails as every comparison with it does."""
-
-    def check(value: float | None) -> float | None:
-        if value is None or low <= value <= high:
-            return value
-        if math.isnan(value) or math.isinf(value):
-            raise ValueError(f"{value} cannot be meant; give a finite number")
-        limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-        raise ValueError(f"{value:g} is out of range; it must be {limit}{remedy}")
-
-    return AfterValidator(check)
-
-
-def _fraction(value: float) -> float:
-    """Check a share of 1, and recognise per cent."""
-    if math.isnan(value) or math.isinf(value):
-        raise ValueError(f"{value} cannot be meant; give a fraction of 1 such as 0.88")
-    if 1 < value <= 100:
-        raise ValueError(f"{value:g} looks like per cent; write {value / 100:g}")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{value:g} is no share of the questions; give a fraction from 0 to 1")
-    return value
-
-
-# The largest finite float: "at least LOW, and finite".
-_FINITE = 1.7976931348623157e308
-Fraction = Annotated[float, AfterValidator(_fraction)]
-Count = Annotated[int, _between(1, 10_000_000)]
-Seconds = Annotated[float, _between(1e-3, 7 * 86400, " seconds")]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class ExpectBackend(_Strict):
-    """The MoE backend a config was written for, and how strongly it must be shown.
-
-    `level` orders as declared < logged < executed; see `evidence.py`.
-    """
-
-    name: Annotated[str, Field(min_length=1)]
-    level: EvidenceLevel = "logged"
-
-
-class Gate(_Strict):
-    """How the score becomes PASS or FAIL. A bare string in YAML is the `name`.
-
-    Attributes:
-        name: Which gate.
-        alpha: False-alarm rate.
-        power: Rate at which the smallest detectable drop is seen.
-        max_repeats: Repeats on the warm server, at most.
-        max_drop: Largest true drop that is still acceptable, None for none.
-    """
-
-    name: GateName = "threshold"
-    alpha: Annotated[float, _between(1e-9, 0.5)] = 0.05
-    power: Annotated[float, _between(0.5, 0.999999)] = 0.8
-    max_repeats: Annotated[int, _between(1, 1000)] = 1
-    max_drop: Fraction | None = None
-
-
-class Calibration(_Strict):
-    """Noise of this configuration as `evalsuite calibrate` measured it.
-
-    Attributes:
-        sigma_run: Standard deviation of the accuracy between runs, as a fraction.
-        discordant: Share of questions on which two runs disagree.
-        repeats: Runs measured.
-        num_questions: Questions per run.
-        hardware: Where it was measured.
-        date: When, as text.
-    """
-
-    sigma_run: Fraction
-    discordant: Fraction
-    repeats: Count
-    num_questions: Count
-    hardware: str = ""
-    date: str = ""
-
-
-class Provenance(_Strict):
-    """Where the threshold comes from. A bare string in YAML is the `source`.
-
-    Attributes:
-        source: Who measured it.
-        note: What a reader should know about it.
-        num_questions: The number of questions it was made for, None for the whole test set.
-    """
-
-    source: str = ""
-    note: str = ""
-    num_questions: Count | None = None
-
-    def __str__(self) -> str:
-        """Source and note in one line, "" if there is neither."""
-        return "; ".join(part for part in (self.source, self.note) if part)
-
-    def __bool__(self) -> bool:
-        """Whether anything is said."""
-        return bool(str(self))
-
-
-class EvalConfig(_Strict):
+class EvalConfig(Strict):
     """One job's settings. Keys, meanings and defaults: `docs/config.md`."""
 
     # The field's keys; defaults are those of its script, but for `server_args`, to which
@@ -155,20 +65,20 @@ class EvalConfig(_Strict):
     model_name: str
     accuracy_threshold: Fraction
     num_questions: Count
-    num_fewshot: Annotated[int, _between(0, 1000)]
+    num_fewshot: Annotated[int, between(0, 1000)]
     server_args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     startup_max_wait_seconds: Seconds = 1200.0
     tolerance: Fraction = 0.08
     max_tokens: Count = 256
-    temperature: Annotated[float, _between(0, 10)] = 0.0
-    seed: Annotated[int, _between(0, MAX_SEED)] = 42
+    temperature: Annotated[float, between(0, 10)] = 0.0
+    seed: Annotated[int, between(0, MAX_SEED)] = 42
     gen_prefix: str = ""
     use_chat_completions: bool = False
     max_concurrency: Count | None = None
     request_timeout_seconds: Seconds = 600.0
     rocm_request_timeout_seconds: Seconds | None = None
-    min_acceptance_length: Annotated[float, _between(1, _FINITE)] | None = None
+    min_acceptance_length: Annotated[float, between(1, FINITE)] | None = None
     startup_rpc_checks: tuple[str, ...] = ()
 
     # Ours.
@@ -183,7 +93,7 @@ class EvalConfig(_Strict):
     tags: tuple[str, ...] = ()
     provenance: Provenance = Field(default_factory=Provenance)
     trust_remote_code: bool = False
-    max_retries: Annotated[int, _between(0, 100)] = 3
+    max_retries: Annotated[int, between(0, 100)] = 3
 
     @field_validator("model_name")
     @classmethod
@@ -344,15 +254,15 @@ def _validate(
     values: dict[str, Any], document: Document
 ) -> tuple[EvalConfig | None, list[Problem]]:
     """Run the model over the values; faults come back with file, line and key."""
-    from evalsuite import config_checks
+    from evalsuite import config_faults
 
     try:
         return EvalConfig.model_validate(values), []
     except ValidationError as error:
         refused = {key for key, value in document.value.items() if _holds_unreadable(value)}
         return None, [
-            config_checks.describe(fault, document)
+            config_faults.describe(fault, document)
             for fault in error.errors()
-            if not config_checks.is_noise_of_union(fault)
+            if not config_faults.is_noise_of_union(fault)
             and not (fault["type"] == "missing" and fault["loc"][0] in refused)
         ]

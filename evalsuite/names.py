@@ -1,0 +1,67 @@
+"""Names that are discovered from folders, and the closest one to a misspelling.
+
+An engine or an evaluator is one file of its folder; its name is the file's, with `_` as `-`
+where the field writes it so, and it is not imported to learn that. A task's file names its
+tasks itself (`evalsuite.tasks`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_FOLDERS = {"engine": "engines", "evaluator": "evaluators"}
+# What makes a file of such a folder an engine or an evaluator, and not a helper.
+_MARKS = {
+    "engine": re.compile(r"^ENGINE\b", re.MULTILINE),
+    "evaluator": re.compile(r"^(?:EVALUATOR\b|(?:async )?def evaluate\b)", re.MULTILINE),
+}
+# How the field writes a name that is no Python identifier.
+_FIELD_SPELLING = {"lm_eval": "lm-eval"}
+
+
+@cache
+def known(kind: str) -> tuple[str, ...]:
+    """Every valid name of a kind: "engine", "task" or "evaluator"."""
+    if kind == "task":
+        from evalsuite import tasks
+
+        return tuple(tasks.names())
+    return tuple(
+        _FIELD_SPELLING.get(path.stem, path.stem)
+        for path in sorted((_PACKAGE / _FOLDERS[kind]).glob("*.py"))
+        if _MARKS[kind].search(path.read_text(encoding="utf-8"))
+    )
+
+
+def check_known(kind: str, value: str) -> None:
+    """Refuse a name that no file bears.
+
+    Raises:
+        ValueError: With the closest name and the list of known ones.
+    """
+    valid = known(kind)
+    if valid and value not in valid:
+        raise ValueError(f"{value!r} is no {kind}{suggestion(value, valid)}")
+
+
+def closest(value: str, valid: Iterable[str], cutoff: float = 0.55) -> str:
+    """The valid name nearest to a misspelling, "" if none is near."""
+    by_form = {_form(name): name for name in valid}
+    found = difflib.get_close_matches(_form(value), list(by_form), n=1, cutoff=cutoff)
+    return by_form[found[0]] if found else ""
+
+
+def suggestion(value: str, valid: Iterable[str]) -> str:
+    """End of a message: the closest name, or all of them."""
+    names = list(valid)
+    near = closest(value, names)
+    return f"; did you mean {near!r}?" if near else f"; known: {', '.join(names) or 'none'}"
+
+
+def _form(name: str) -> str:
+    return name.lower().replace("-", "_")
