@@ -39,6 +39,8 @@ class RoutingSpec:
         scaling_factor: Multiplies the weights, once, after renormalisation.
         weight_on_input: Llama-4: the weight multiplies the token before the expert (K = 1 only);
             scores are then sigmoid of the selected raw logits.
+        has_float32_gate: The gate's matrix product is taken in float32 (DeepSeek), not in the
+            model's dtype.
     """
 
     top_k: int
@@ -49,6 +51,27 @@ class RoutingSpec:
     top_k_groups: int = 1
     scaling_factor: float = 1.0
     weight_on_input: bool = False
+    has_float32_gate: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses combinations that no model can mean.
+
+        Raises:
+            ValueError: Names the field and its value.
+        """
+        if self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: every token needs at least one expert")
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring={self.scoring!r}: expected 'softmax' or 'sigmoid'")
+        if not 1 <= self.top_k_groups <= self.num_groups:
+            raise ValueError(
+                f"top_k_groups={self.top_k_groups}: expected 1 to num_groups={self.num_groups}"
+            )
+        if self.weight_on_input and self.top_k != 1:
+            raise ValueError(
+                f"weight_on_input with top_k={self.top_k}: the weight can multiply the token only "
+                "where a token has one expert (top_k=1)"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,8 @@ class MoESpec:
         is_deterministic: A token's result must not depend on the batch around it.
         needs_graph: Must be capturable in a CUDA graph.
         max_num_tokens: Largest T of a forward.
+        shared_intermediate_size: Width of the shared expert on this rank (after TP); 0 = none.
+        has_shared_gate: The shared expert's output is multiplied by sigmoid(x · gate).
     """
 
     num_experts: int
@@ -86,6 +111,34 @@ class MoESpec:
     is_deterministic: bool = False
     needs_graph: bool = False
     max_num_tokens: int = 8192
+    shared_intermediate_size: int = 0
+    has_shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that contradict each other.
+
+        Raises:
+            ValueError: Names the fields and their values.
+        """
+        routing = self.routing
+        if min(self.num_experts, self.hidden_size, self.intermediate_size) < 1:
+            raise ValueError(
+                f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+                f"intermediate_size={self.intermediate_size}: all must be at least 1"
+            )
+        if self.num_experts % routing.num_groups:
+            raise ValueError(
+                f"num_groups={routing.num_groups} does not divide num_experts={self.num_experts}"
+            )
+        selectable = routing.top_k_groups * (self.num_experts // routing.num_groups)
+        if routing.top_k > selectable:
+            raise ValueError(
+                f"top_k={routing.top_k} exceeds the {selectable} experts that can be selected "
+                f"(num_experts={self.num_experts}, num_groups={routing.num_groups}, "
+                f"top_k_groups={routing.top_k_groups})"
+            )
+        if not 0 <= self.ep_rank < self.ep_size:
+            raise ValueError(f"ep_rank={self.ep_rank}: expected 0 to ep_size-1={self.ep_size - 1}")
 
     @property
     def is_gated(self) -> bool:

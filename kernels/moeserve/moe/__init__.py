@@ -1,0 +1,1 @@
+"""The MoE layer below `layers/moe.py`: routing, oracle, dispatch, backends."""

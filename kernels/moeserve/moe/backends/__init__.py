@@ -1,0 +1,1 @@
+"""The experts' backends: one file each, found by name through `registry.py`."""

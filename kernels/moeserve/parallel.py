@@ -1,0 +1,98 @@
+"""The grid of ranks (dp, tp, ep) and its process groups; the only file that makes any.
+
+Receives the sizes of the two axes, returns a `Parallel` that layers carry. One arange, reshaped to
+[dp, tp], is the whole layout: a row is a TP group, a column a DP group, and with expert parallelism
+the experts are spread over all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place in the grid. The default is a single rank.
+
+    Attributes:
+        dp_size: Data-parallel ranks.
+        dp_rank: This one's.
+        tp_size: Tensor-parallel ranks.
+        tp_rank: This one's.
+        is_expert_parallel: Experts are spread over dp × tp, whole on their rank; otherwise their
+            width is cut over tp, and dp ranks are replicas that never meet.
+        tp_group: Process group of this row; None where tp is 1.
+        dp_group: Process group of this column; None where dp is 1.
+        ep_group: Process group of the whole grid; None without expert parallelism.
+    """
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    is_expert_parallel: bool = False
+    tp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks the experts are spread over."""
+        return self.dp_size * self.tp_size if self.is_expert_parallel else 1
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank among them: dp-major, as in the grid."""
+        return self.dp_rank * self.tp_size + self.tp_rank if self.is_expert_parallel else 0
+
+    @property
+    def moe_tp_size(self) -> int:
+        """Ranks the width of an expert is cut over."""
+        return 1 if self.is_expert_parallel else self.tp_size
+
+    def all_reduce_tp(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the TP group, in place; `x` itself on a single rank."""
+        if self.tp_group is not None:
+            dist.all_reduce(x, group=self.tp_group)
+        return x
+
+
+def grid(dp_size: int, tp_size: int) -> torch.Tensor:
+    """Global ranks as [dp, tp]."""
+    return torch.arange(dp_size * tp_size).reshape(dp_size, tp_size)
+
+
+def make_parallel(dp_size: int, tp_size: int, is_expert_parallel: bool = False) -> Parallel:
+    """Makes the groups of an initialised `torch.distributed` world, on every rank alike.
+
+    Raises:
+        ValueError: The world is not dp × tp ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != dp_size * tp_size:
+        raise ValueError(
+            f"data_parallel_size={dp_size} × tensor_parallel_size={tp_size} needs "
+            f"{dp_size * tp_size} ranks; the world has {world}"
+        )
+    if world == 1:
+        return Parallel(is_expert_parallel=is_expert_parallel)
+    rank = dist.get_rank()
+    ranks = grid(dp_size, tp_size)
+    # Every rank makes every group, in the same order: that is torch's rule.
+    rows = [dist.new_group(row.tolist()) for row in ranks] if tp_size > 1 else []
+    columns = [dist.new_group(column.tolist()) for column in ranks.T] if dp_size > 1 else []
+    whole = dist.new_group(ranks.flatten().tolist()) if is_expert_parallel else None
+    dp_rank, tp_rank = divmod(rank, tp_size)
+    return Parallel(
+        dp_size=dp_size,
+        dp_rank=dp_rank,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
+        is_expert_parallel=is_expert_parallel,
+        tp_group=rows[dp_rank] if rows else None,
+        dp_group=columns[tp_rank] if columns else None,
+        ep_group=whole,
+    )
