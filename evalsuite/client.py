@@ -1,12 +1,25 @@
 """Async OpenAI client: one prompt in, `Reply` or `RequestFailure` out, never "".
 
-Receives a base URL, request settings and prompts; bounded, counted retries with backoff.
-What a reply is worth is decided by `tasks/`; what is kept of it by `ledger.py`.
+Receives a base URL, request settings and bodies (built by `wire.py`); bounded, counted retries
+with backoff. What a reply is worth is decided by `tasks/`; what is kept of it by `ledger.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import random
+import time
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from evalsuite.wire import Choice, MalformedError, SamplingSettings, error_message, parse_choices
+
+# An idle socket is dropped before the server does it (uvicorn: 5 s), or a request would be sent
+# into a connection that was just closed.
+KEEPALIVE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -55,3 +68,196 @@ class RequestFailure:
     retries: int = 0
     latency_s: float = 0.0
     retry_errors: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How failed attempts are repeated.
+
+    Attributes:
+        max_retries: Attempts after the first.
+        base_s: First pause; doubled each time, then drawn between half and all of it.
+        cap_s: Longest pause of our own choosing.
+        retry_after_cap_s: Longest pause a server may ask for.
+    """
+
+    max_retries: int = 3
+    base_s: float = 0.5
+    cap_s: float = 8.0
+    retry_after_cap_s: float = 30.0
+
+    def pause_s(self, attempt: int, retry_after_s: float | None) -> float:
+        """Pause before the attempt after the 0-based `attempt`."""
+        if retry_after_s is not None:
+            return min(max(retry_after_s, 0.0), self.retry_after_cap_s)
+        return min(self.cap_s, self.base_s * 2.0**attempt) * random.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Where requests go and how long they may take.
+
+    Attributes:
+        base_url: Server root, with or without a trailing "/v1".
+        sampling: What the bodies were built with; it also names the route.
+        timeout_s: Limit of one attempt, connecting included, queueing in this client not.
+        retry: Repeats of failed attempts.
+        api_key: Sent as a bearer token; never written anywhere.
+    """
+
+    base_url: str
+    sampling: SamplingSettings
+    timeout_s: float = 600.0
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def root(self) -> str:
+        """Server root without "/v1" and trailing slashes."""
+        return self.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server is on this machine, where a proxy would only be in the way."""
+        host = urlsplit(self.base_url).hostname or ""
+        return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
+
+
+@dataclass(eq=False)
+class _AttemptError(Exception):
+    """One failed attempt on its way from the transport to the retry loop."""
+
+    kind: str
+    message: str
+    status: int | None = None
+    is_final: bool = False
+    retry_after_s: float | None = None
+
+
+class Client:
+    """One session to one server. The caller bounds how many `ask` run at the same time."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        self._url = settings.root + settings.sampling.route
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        """Open the session; sockets are opened as requests need them."""
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.settings.api_key:
+            headers["Authorization"] = f"Bearer {self.settings.api_key}"
+        self._session = aiohttp.ClientSession(
+            # No limit here: waiting for a free connection would count against the request.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=self.settings.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers,
+            trust_env=not self.settings.is_loopback,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close every socket."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(self, body: bytes, num_prompts: int = 1) -> tuple[Reply, ...] | RequestFailure:
+        """Post one body until it is answered or the attempts are used up.
+
+        Args:
+            body: From `wire.build_body`.
+            num_prompts: Prompts in it.
+
+        Returns:
+            One reply per prompt in prompt order, or the failure of them all.
+        """
+        policy = self.settings.retry
+        started = time.perf_counter()
+        errors: list[str] = []
+        while True:
+            sent = time.perf_counter()
+            try:
+                choices = await self._post(body, num_prompts)
+            except _AttemptError as failed:
+                message = self._mask(failed.message)
+                errors.append(message)
+                if failed.is_final or len(errors) > policy.max_retries:
+                    spent = time.perf_counter() - started
+                    retries = len(errors) - 1
+                    return RequestFailure(
+                        failed.kind, message, failed.status, retries, spent, tuple(errors)
+                    )
+                await asyncio.sleep(policy.pause_s(len(errors) - 1, failed.retry_after_s))
+                continue
+            latency = time.perf_counter() - sent
+            return tuple(
+                Reply(
+                    text=choice.text,
+                    finish_reason=choice.finish_reason,
+                    prompt_tokens=choice.prompt_tokens,
+                    completion_tokens=choice.completion_tokens,
+                    latency_s=latency,
+                    retries=len(errors),
+                    retry_errors=tuple(errors),
+                    token_ids=choice.token_ids,
+                    token_logprobs=choice.token_logprobs,
+                )
+                for choice in choices
+            )
+
+    async def _post(self, body: bytes, num_prompts: int) -> list[Choice]:
+        """Run one attempt.
+
+        Raises:
+            _AttemptError: Whatever went wrong, with a message that is never blank.
+        """
+        if self._session is None:
+            raise RuntimeError("Client is used outside `async with`")
+        try:
+            async with self._session.post(self._url, data=body) as response:
+                payload = await response.read()
+        except TimeoutError as error:
+            limit = f"no full reply within {self.settings.timeout_s:g} s"
+            raise _AttemptError("timeout", f"{_name(error)}: {limit}", is_final=True) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _AttemptError("connection", f"{_name(error)}: {_words(error)}") from error
+        if response.status // 100 != 2:
+            said = error_message(payload) or response.reason or "no message"
+            raise _AttemptError(
+                kind="http",
+                message=f"HTTP {response.status}: {said}",
+                status=response.status,
+                is_final=not _is_retriable(response.status),
+                retry_after_s=_retry_after(response.headers.get("Retry-After")),
+            )
+        try:
+            return parse_choices(payload, num_prompts, self.settings.sampling.is_chat)
+        except MalformedError as error:
+            raise _AttemptError("malformed", f"Malformed: {error}", response.status) from error
+
+    def _mask(self, message: str) -> str:
+        key = self.settings.api_key
+        return message.replace(key, "***") if key else message
+
+
+def _is_retriable(status: int) -> bool:
+    return status in (408, 429) or status >= 500
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds of a Retry-After header; its date form counts as absent."""
+    try:
+        seconds = float(value) if value is not None else math.nan
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def _name(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def _words(error: BaseException) -> str:
+    """Text of an error, or what stands in for the many that have none."""
+    return str(error) or "the connection was closed before the reply was complete"

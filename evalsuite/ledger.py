@@ -6,8 +6,14 @@ and reports. The aggregate over records is `EvalResult` in `evaluators/base.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from evalsuite.errors import ConfigError, Problem
+
+VERSION = 1
 
 Status = Literal[
     "answered", "truncated", "empty", "http_error", "timeout", "connection_error", "malformed"
@@ -59,3 +65,147 @@ class LedgerRecord:
     def is_answered(self) -> bool:
         """Whether the server gave an answer (right, wrong, cut or empty)."""
         return self.status in ANSWERED
+
+
+@dataclass(frozen=True)
+class LedgerHead:
+    """First line of a ledger: what its answers depend on besides the prompt.
+
+    A run may only go on with a ledger whose head is equal to its own.
+    """
+
+    evaluator: str
+    profile: str
+    model: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: tuple[str, ...] = ()
+    is_chat: bool = False
+    version: int = VERSION
+
+
+_HEAD_KEYS = tuple(entry.name for entry in fields(LedgerHead))
+_RECORD_KEYS = tuple(entry.name for entry in fields(LedgerRecord))
+_TUPLES = ("retry_errors", "token_logprobs")
+
+
+def encode(record: LedgerRecord) -> bytes:
+    """One line of JSON; ASCII, so that any text comes back as it went in."""
+    return json.dumps({key: getattr(record, key) for key in _RECORD_KEYS}).encode() + b"\n"
+
+
+def _decode(data: dict[str, Any]) -> LedgerRecord:
+    for key in _TUPLES:
+        data[key] = tuple(data.get(key, ()))
+    return LedgerRecord(**data)
+
+
+class Ledger:
+    """The file of one job: opened once, every record on disk as soon as it is added."""
+
+    def __init__(self, path: Path, head: LedgerHead) -> None:
+        """Open or continue the ledger at `path`.
+
+        Raises:
+            ConfigError: The file was begun with other settings, or is no ledger.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found_head, self.records, good_bytes = _read(path)
+        if found_head is not None:
+            _check_head(path, found_head, head)
+        # Unbuffered: one write per record, so that even a kill loses none that was added.
+        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        # What a kill left of a half-written line must not become part of the next one.
+        self._file.truncate(good_bytes)
+        self._file.seek(good_bytes)
+        if found_head is None:
+            line = {key: getattr(head, key) for key in _HEAD_KEYS}
+            self._file.write(json.dumps({"ledger": line}).encode() + b"\n")
+
+    def add(self, record: LedgerRecord) -> None:
+        """Append a record."""
+        self._file.write(encode(record))
+        self.records.append(record)
+
+    def answered(self, prompt_hashes: dict[int, str]) -> dict[tuple[int, int], LedgerRecord]:
+        """Records that need no second request, by (index, repeat).
+
+        Args:
+            prompt_hashes: Question index -> hash of the prompt that would be sent now.
+
+        Raises:
+            ConfigError: A recorded answer belongs to another prompt.
+        """
+        kept = {}
+        for record in self.records:
+            expected = prompt_hashes.get(record.index)
+            if expected is None or not record.is_answered:
+                continue
+            if record.prompt_hash != expected:
+                message = (
+                    f"question {record.index} was answered to prompt {record.prompt_hash}, the "
+                    f"prompt is now {expected}; {_REMEDY}"
+                )
+                raise ConfigError(Problem("error", message, file=str(self.path)))
+            kept[record.index, record.repeat] = record
+        return kept
+
+    def close(self) -> None:
+        """Close the file; nothing is waiting to be written."""
+        self._file.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_REMEDY = "give the run another results folder, or delete the file"
+
+
+def read_ledger(path: Path) -> list[LedgerRecord]:
+    """Read the last record of every (index, repeat), in the order of questions.
+
+    Raises:
+        ConfigError: The file is no ledger.
+    """
+    _, records, _ = _read(path)
+    latest = {(record.repeat, record.index): record for record in records}
+    return [latest[key] for key in sorted(latest)]
+
+
+def _read(path: Path) -> tuple[LedgerHead | None, list[LedgerRecord], int]:
+    """Head, records and the number of bytes that are whole lines."""
+    if not path.exists():
+        return None, [], 0
+    content = path.read_bytes()
+    good = content.rfind(b"\n") + 1
+    lines = content[:good].split(b"\n")[:-1]
+    head: LedgerHead | None = None
+    records: list[LedgerRecord] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            data = json.loads(line)
+            if number == 1:
+                data = data["ledger"]
+                head = LedgerHead(**{**data, "stop": tuple(data["stop"])})
+            else:
+                records.append(_decode(data))
+        except (ValueError, TypeError, KeyError) as error:
+            message = f"not a line of a ledger ({type(error).__name__}: {error}); {_REMEDY}"
+            raise ConfigError(Problem("error", message, file=str(path), line=number)) from error
+    return head, records, good
+
+
+def _check_head(path: Path, found: LedgerHead, wanted: LedgerHead) -> None:
+    different = [
+        f"{key} {getattr(found, key)!r} (now {getattr(wanted, key)!r})"
+        for key in _HEAD_KEYS
+        if getattr(found, key) != getattr(wanted, key)
+    ]
+    if different:
+        message = f"was begun with other settings: {', '.join(different)}; {_REMEDY}"
+        raise ConfigError(Problem("error", message, file=str(path)))

@@ -7,7 +7,99 @@ the ledger does not hold yet, and returns an `EvalResult`. It never decides PASS
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from evalsuite.config import EvalConfig
+from evalsuite.tasks.base import DataSource
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State of a running evaluation, for a progress line.
+
+    Attributes:
+        done: Questions answered or failed, all repeats, those of an earlier run included.
+        total: Questions of all repeats.
+        correct: Right answers among them, under the gating metric.
+        failed: Questions without an answer.
+        elapsed_s: Since the first request of this run.
+        reused: Answers taken from an earlier run; rates leave them out.
+    """
+
+    done: int
+    total: int
+    correct: int
+    failed: int
+    elapsed_s: float
+    reused: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Questions per second of this run."""
+        return (self.done - self.reused) / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds left at this rate, None before the first answer."""
+        return (self.total - self.done) / self.rate if self.rate > 0 else None
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Everything an evaluator needs to know about one job on one running server.
+
+    Attributes:
+        base_url: Server root, with or without "/v1".
+        served_model: Name the server answers to.
+        config: The job's config.
+        ledger_path: File to append to; an existing one is continued.
+        data: Where data files are; see `tasks.data.source_from`.
+        limit: Ask only the first questions.
+        repeats: Times every question is asked.
+        order_seed: Shuffles the order of questions, anew for each repeat; None keeps it.
+        batch_size: Prompts in one request; above 1 only on the completions route.
+        has_logprobs: Record the log-probability of each generated token.
+        api_key: Bearer token, "" for none.
+        on_progress: Called in this thread about ten times a second, and at the end.
+        should_abort: Asked about twenty times a second; a text (the reason) ends the evaluation
+            at once, with whatever is open counted as failed.
+    """
+
+    base_url: str
+    served_model: str
+    config: EvalConfig
+    ledger_path: Path
+    data: DataSource
+    limit: int | None = None
+    repeats: int = 1
+    order_seed: int | None = None
+    batch_size: int = 1
+    has_logprobs: bool = False
+    api_key: str = field(default="", repr=False)
+    on_progress: Callable[[Progress], None] | None = None
+    should_abort: Callable[[], str] | None = None
+
+    @property
+    def num_questions(self) -> int:
+        """Questions per repeat that are asked for; the data may hold fewer."""
+        wanted = self.config.num_questions
+        return wanted if self.limit is None else min(self.limit, wanted)
+
+
+class Evaluator(Protocol):
+    """A module of this folder: its name is in `evaluators.NAMES`."""
+
+    def evaluate(self, request: EvaluationRequest) -> EvalResult:
+        """Ask every question the ledger does not hold yet.
+
+        Raises:
+            ConfigError: The task, its data, the ledger or the server's limits do not fit.
+            EvalError: The evaluation itself could not be carried out.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +129,7 @@ class EvalResult:
         latency_p50_s: Median latency of answered requests.
         latency_p99_s: 99th percentile.
         reused: Records taken from an earlier, interrupted run.
+        stopped: Why the evaluation was ended early (`should_abort`'s words), "" if it was not.
     """
 
     task: str
@@ -61,6 +154,7 @@ class EvalResult:
     latency_p50_s: float = 0.0
     latency_p99_s: float = 0.0
     reused: int = 0
+    stopped: str = ""
 
     @property
     def accuracy(self) -> float:

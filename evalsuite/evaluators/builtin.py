@@ -1,0 +1,277 @@
+"""The builtin evaluator: sends the prompts itself, one ledger record per question as it arrives.
+
+Receives an `EvaluationRequest`, returns an `EvalResult`. Transport and retries are `client.py`,
+prompts and readings `tasks/`, counting `aggregate.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from evalsuite import tasks
+from evalsuite.client import Client, ClientSettings, Reply, RequestFailure, RetryPolicy
+from evalsuite.errors import ConfigError
+from evalsuite.evaluators.aggregate import Plan, aggregate
+from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
+from evalsuite.evaluators.limits import Patience, allow_sockets
+from evalsuite.ledger import Ledger, LedgerHead, LedgerRecord, Status
+from evalsuite.tasks.base import Sample, Task, TaskSettings, hash_text, profile_of, score_all
+from evalsuite.wire import SamplingSettings, build_body
+
+NAME = "builtin"
+PROGRESS_EVERY_S = 0.1
+ABORT_EVERY_S = 0.05
+
+_FAILURE_STATUS: dict[str, Status] = {
+    "http": "http_error",
+    "timeout": "timeout",
+    "connection": "connection_error",
+    "malformed": "malformed",
+}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A sample in one repeat, ready to be sent."""
+
+    sample: Sample
+    repeat: int
+    prompt_hash: str
+
+
+@dataclass
+class _Run:
+    """State of one evaluation while it runs."""
+
+    request: EvaluationRequest
+    task: Task
+    metric: str
+    sampling: SamplingSettings
+    ledger: Ledger
+    waiting: Iterator[list[_Question]]
+    progress: Progress
+    started: float = 0.0
+    shown: float = 0.0
+    stopped: str = ""
+    patience: Patience = field(default_factory=Patience)
+    in_flight: dict[int, list[_Question]] = field(default_factory=dict)
+
+
+def evaluate(request: EvaluationRequest) -> EvalResult:
+    """Ask every question the ledger does not hold yet; see `Evaluator.evaluate`.
+
+    Raises:
+        ConfigError: Task, data or ledger do not fit, or the server refuses every request alike
+            (prompt longer than its context, unknown model, wrong key).
+    """
+    config = request.config
+    task = tasks.get(config.task)
+    metric = tasks.gating_metric(task, config.metric)
+    if request.batch_size > 1 and config.use_chat_completions:
+        raise ConfigError("several prompts in one request need the completions route, not chat")
+    samples = task.samples(
+        TaskSettings(request.num_questions, config.num_fewshot, config.gen_prefix, request.data)
+    )
+    profile = profile_of(task, samples)
+    sampling = SamplingSettings(
+        model=request.served_model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        stop=task.stop,
+        is_chat=config.use_chat_completions,
+        has_logprobs=request.has_logprobs,
+    )
+    plan = Plan(
+        task=task.name,
+        evaluator=NAME,
+        metric=metric,
+        metrics=task.metrics,
+        profile=profile.name,
+        prompt_hash=profile.prompt_hash,
+        indices=tuple(sample.index for sample in samples),
+        repeats=request.repeats,
+    )
+    head = LedgerHead(
+        evaluator=NAME,
+        profile=profile.name,
+        model=request.served_model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        stop=task.stop,
+        is_chat=config.use_chat_completions,
+    )
+    hashes = {sample.index: hash_text(sample.prompt) for sample in samples}
+    with Ledger(request.ledger_path, head) as ledger:
+        kept = {
+            key: record
+            for key, record in ledger.answered(hashes).items()
+            if record.repeat < request.repeats
+        }
+        missing = [
+            _Question(sample, repeat, hashes[sample.index])
+            for repeat in range(request.repeats)
+            for sample in _ordered(samples, request.order_seed, repeat)
+            if (sample.index, repeat) not in kept
+        ]
+        right = sum(record.scores.get(metric) == "correct" for record in kept.values())
+        run = _Run(
+            request=request,
+            task=task,
+            metric=metric,
+            sampling=sampling,
+            ledger=ledger,
+            waiting=_batches(missing, request.batch_size),
+            progress=Progress(
+                len(kept), len(samples) * request.repeats, right, 0, 0.0, reused=len(kept)
+            ),
+        )
+        run.started = time.perf_counter()
+        if missing:
+            asyncio.run(_drive(run, _concurrency(request, len(missing))))
+        _show(run, is_last=True)
+        duration = time.perf_counter() - run.started
+        return aggregate(
+            plan, ledger.records, duration_s=duration, reused=len(kept), stopped=run.stopped
+        )
+
+
+def _ordered(samples: list[Sample], order_seed: int | None, repeat: int) -> list[Sample]:
+    if order_seed is None:
+        return samples
+    shuffled = list(samples)
+    random.Random(f"{order_seed}/{repeat}").shuffle(shuffled)
+    return shuffled
+
+
+def _batches(questions: list[_Question], size: int) -> Iterator[list[_Question]]:
+    return (questions[at : at + size] for at in range(0, len(questions), size))
+
+
+def _concurrency(request: EvaluationRequest, num_missing: int) -> int:
+    num_requests = -(-num_missing // request.batch_size)
+    return allow_sockets(min(request.config.max_concurrency or num_requests, num_requests))
+
+
+async def _drive(run: _Run, concurrency: int) -> None:
+    """Run the workers to the end, to an abort, or to the first error of theirs."""
+    config = run.request.config
+    settings = ClientSettings(
+        base_url=run.request.base_url,
+        sampling=run.sampling,
+        timeout_s=config.request_timeout_seconds,
+        retry=RetryPolicy(max_retries=config.max_retries),
+        api_key=run.request.api_key,
+    )
+    async with Client(settings) as client:
+        workers = [asyncio.create_task(_work(run, client, n)) for n in range(concurrency)]
+        try:
+            pending: set[asyncio.Task[None]] = set(workers)
+            while pending and not run.stopped:
+                done, pending = await asyncio.wait(
+                    pending, timeout=ABORT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for worker in done:
+                    worker.result()
+                if run.request.should_abort and pending:
+                    run.stopped = run.request.should_abort()
+                _show(run)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+    if run.stopped:
+        # What is open has no answer and never will have one: it is on record as failed.
+        failure = RequestFailure("connection", f"stopped: {run.stopped}")
+        for questions in list(run.in_flight.values()):
+            _book(run, questions, failure)
+
+
+async def _work(run: _Run, client: Client, worker: int) -> None:
+    """Send one request after the other until none is waiting."""
+    for questions in run.waiting:
+        run.in_flight[worker] = questions
+        body = build_body(run.sampling, [question.sample.prompt for question in questions])
+        outcome = await client.ask(body, len(questions))
+        del run.in_flight[worker]
+        _book(run, questions, outcome)
+        run.stopped = run.stopped or run.patience.note(outcome, run.progress.total)
+
+
+def _book(
+    run: _Run, questions: list[_Question], outcome: tuple[Reply, ...] | RequestFailure
+) -> None:
+    """Write one record per question and count it."""
+    correct = failed = 0
+    for position, question in enumerate(questions):
+        if isinstance(outcome, RequestFailure):
+            record = _failed_record(question, outcome)
+            failed += 1
+        else:
+            record = _answered_record(run.task, question, outcome[position])
+            correct += record.scores[run.metric] == "correct"
+        run.ledger.add(record)
+    before = run.progress
+    run.progress = Progress(
+        done=before.done + len(questions),
+        total=before.total,
+        correct=before.correct + correct,
+        failed=before.failed + failed,
+        elapsed_s=time.perf_counter() - run.started,
+        reused=before.reused,
+    )
+
+
+def _answered_record(task: Task, question: _Question, reply: Reply) -> LedgerRecord:
+    scores, extracted = score_all(task, question.sample.target, reply.text, reply.finish_reason)
+    return LedgerRecord(
+        index=question.sample.index,
+        repeat=question.repeat,
+        status=status_of(reply.text, reply.finish_reason),
+        text=reply.text,
+        target=question.sample.target,
+        scores=scores,
+        extracted=extracted,
+        finish_reason=reply.finish_reason,
+        prompt_tokens=reply.prompt_tokens,
+        completion_tokens=reply.completion_tokens,
+        latency_s=round(reply.latency_s, 6),
+        retries=reply.retries,
+        retry_errors=reply.retry_errors,
+        prompt_hash=question.prompt_hash,
+        token_logprobs=reply.token_logprobs,
+    )
+
+
+def status_of(text: str, finish_reason: str) -> Status:
+    """Status of a request that was answered."""
+    if not text.strip():
+        return "empty"
+    return "truncated" if finish_reason == "length" else "answered"
+
+
+def _failed_record(question: _Question, failure: RequestFailure) -> LedgerRecord:
+    return LedgerRecord(
+        index=question.sample.index,
+        repeat=question.repeat,
+        status=_FAILURE_STATUS[failure.kind],
+        text=None,
+        target=question.sample.target,
+        latency_s=round(failure.latency_s, 6),
+        retries=failure.retries,
+        error=failure.message,
+        retry_errors=failure.retry_errors,
+        prompt_hash=question.prompt_hash,
+    )
+
+
+def _show(run: _Run, *, is_last: bool = False) -> None:
+    now = time.perf_counter()
+    if run.request.on_progress and (is_last or now - run.shown >= PROGRESS_EVERY_S):
+        run.shown = now
+        run.request.on_progress(run.progress)

@@ -1,0 +1,115 @@
+"""Two limits of an evaluation: open sockets, and patience with a server that refuses everything.
+
+Receives a wished concurrency or the outcomes of requests; returns what is possible or raises.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from dataclasses import dataclass, field
+
+from evalsuite.client import Reply, RequestFailure
+from evalsuite.errors import ConfigError, Problem
+
+# Requests in flight where a config sets no limit: enough for all of GSM8K at once.
+MAX_IN_FLIGHT = 2048
+# Files the rest of the process may need beside the sockets.
+OTHER_FILES = 128
+# So many first requests, all refused in the same way, speak for the rest.
+NUM_REFUSALS = 8
+# So many requests in a row, each without a connection after all its attempts: nobody is there.
+NUM_UNREACHABLE = 64
+
+_CONTEXT = re.compile(r"context|max_model_len|maximum .{0,20}length|too long", re.IGNORECASE)
+_INTEGER = re.compile(r"\d+")
+
+
+def allow_sockets(wished: int) -> int:
+    """Raise this process's limit of open files as far as it may; return the concurrency it allows.
+
+    Args:
+        wished: Requests in flight that are wanted, at least 1.
+    """
+    wished = max(1, min(wished, MAX_IN_FLIGHT))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = wished + OTHER_FILES
+    if soft != unlimited and soft < needed:
+        soft = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wished if soft == unlimited else max(1, min(wished, soft - OTHER_FILES))
+
+
+@dataclass
+class Patience:
+    """Watches whether going on makes sense."""
+
+    has_answered: bool = False
+    refused: list[RequestFailure] = field(default_factory=list)
+    num_unreachable: int = 0
+
+    def note(self, outcome: tuple[Reply, ...] | RequestFailure, num_questions: int) -> str:
+        """Take note of one outcome.
+
+        Returns:
+            Why the evaluation should end, "" to go on.
+
+        Raises:
+            ConfigError: The prompt does not fit the server's context, or the first requests were
+                all refused with the same 4xx status.
+        """
+        if not isinstance(outcome, RequestFailure):
+            self.has_answered = True
+            self.num_unreachable = 0
+            return ""
+        if outcome.status == 400 and is_too_long(outcome.message):
+            # No retry and no other question mends it, so the answers so far wait in the ledger.
+            raise ConfigError(Problem("error", explain_too_long(outcome.message)))
+        self.num_unreachable = self.num_unreachable + 1 if outcome.kind == "connection" else 0
+        if self.num_unreachable >= NUM_UNREACHABLE:
+            return f"{NUM_UNREACHABLE} requests in a row failed; {outcome.message}"
+        if not self.has_answered:
+            self.refused.append(outcome)
+            self._check_refused(num_questions)
+        return ""
+
+    def _check_refused(self, num_questions: int) -> None:
+        status = self.refused[0].status or 0
+        is_same = all(failure.status == status for failure in self.refused)
+        is_final = status // 100 == 4 and status not in (408, 429)
+        if is_same and is_final and len(self.refused) >= min(NUM_REFUSALS, num_questions):
+            message = f"the server refuses every request: {self.refused[0].message}"
+            raise ConfigError(Problem("error", message))
+
+
+def is_too_long(message: str) -> bool:
+    """Whether a refusal is about the length of the prompt: it names the limit and a number."""
+    return bool(_CONTEXT.search(message)) and len(_INTEGER.findall(message)) >= 3
+
+
+def explain_too_long(message: str) -> str:
+    """Write the error for a prompt that does not fit.
+
+    Args:
+        message: "HTTP <status>: <the server's words>".
+    """
+    numbers = [int(text) for text in _INTEGER.findall(message.split(":", 1)[1])]
+    limit = _context_limit(message)
+    largest = max(numbers)
+    shortfall = f" by at least {largest - limit} tokens" if limit and largest > limit else ""
+    return (
+        f"prompt and max_tokens do not fit the server's context{shortfall}: raise --max-model-len, "
+        f"or lower num_fewshot or max_tokens; the server said: {message}"
+    )
+
+
+def _context_limit(message: str) -> int:
+    """The context length that a message names, 0 if none is recognised."""
+    found = re.search(
+        r"(?:context (?:length|limit|window)|max_model_len|maximum (?:model )?length)"
+        r"(?: is| of|=|:)*\s*(\d+)",
+        message,
+        re.IGNORECASE,
+    )
+    return int(found[1]) if found else 0

@@ -1,0 +1,195 @@
+"""The OpenAI wire format: request bodies out, choices in.
+
+Receives prompts and sampling settings, returns the bytes to post; receives a reply's bytes,
+returns its choices in prompt order or raises `MalformedError`. Connections, retries and time limits
+are `client.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# How much of a server's own message is kept in a record.
+MAX_MESSAGE_CHARS = 500
+
+
+class MalformedError(ValueError):
+    """A 2xx reply that holds no usable answer."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """What every request of one evaluation has in common.
+
+    Attributes:
+        model: Served model name.
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy.
+        seed: Sent with every request.
+        stop: Stop strings, in the order they are sent.
+        is_chat: One user message to the chat route instead of a prompt.
+        has_logprobs: Ask for the log-probability of each generated token.
+    """
+
+    model: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: tuple[str, ...] = ()
+    is_chat: bool = False
+    has_logprobs: bool = False
+
+    @property
+    def route(self) -> str:
+        """Path below the server's root."""
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One generated text with the usage of the request it came in."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+
+
+def build_body(settings: SamplingSettings, prompts: Sequence[str]) -> bytes:
+    """Build the JSON body for one prompt or for several in one request.
+
+    Args:
+        settings: Sampling of this evaluation.
+        prompts: At least one; more than one only on the completions route.
+
+    Raises:
+        ValueError: No prompt, or several for the chat route.
+    """
+    if not prompts or (settings.is_chat and len(prompts) > 1):
+        raise ValueError(f"{len(prompts)} prompts in one request to {settings.route}")
+    body: dict[str, object] = {"model": settings.model}
+    if settings.is_chat:
+        body["messages"] = [{"role": "user", "content": prompts[0]}]
+        if settings.has_logprobs:
+            body["logprobs"] = True
+    else:
+        body["prompt"] = prompts[0] if len(prompts) == 1 else list(prompts)
+        if settings.has_logprobs:
+            body["logprobs"] = 1
+    body["max_tokens"] = settings.max_tokens
+    body["temperature"] = settings.temperature
+    body["seed"] = settings.seed
+    if settings.stop:
+        body["stop"] = list(settings.stop)
+    # ASCII escapes carry any text, lone surrogates included.
+    return json.dumps(body).encode("ascii")
+
+
+def parse_choices(payload: bytes, num_prompts: int, is_chat: bool) -> list[Choice]:
+    """Read a 2xx body; choices come back in prompt order, whatever order they were sent in.
+
+    Raises:
+        MalformedError: No JSON, an error object, or not exactly one text per prompt.
+    """
+    try:
+        data = json.loads(payload)
+    except ValueError as error:
+        raise MalformedError(f"the body is not JSON ({len(payload)} bytes): {error}") from error
+    if not isinstance(data, dict):
+        raise MalformedError(f"the body is a JSON {type(data).__name__}, not an object")
+    choices = data.get("choices")
+    if not choices:
+        if data.get("error") or data.get("object") == "error":
+            raise MalformedError(f"an error with status 200: {_message_of(data)}")
+        raise MalformedError(f"the body has no choices (choices: {choices!r})")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise MalformedError("`choices` is not a list of objects")
+    by_index = _by_index(choices, num_prompts)
+    prompt_tokens, completion_tokens = _usage(data.get("usage"))
+    result = []
+    for position, choice in enumerate(by_index):
+        # Usage is per request: it is booked on the first prompt, so that sums stay right.
+        tokens = (prompt_tokens, completion_tokens) if position == 0 else (0, 0)
+        result.append(_choice(choice, is_chat, tokens))
+    return result
+
+
+def _by_index(choices: list[dict[str, Any]], num_prompts: int) -> list[dict[str, Any]]:
+    """Order choices by `index`; one lone choice may leave it out."""
+    if num_prompts == 1 and len(choices) == 1 and choices[0].get("index") in (None, 0):
+        return choices
+    found = {choice.get("index"): choice for choice in choices}
+    if len(found) != len(choices) or set(found) != set(range(num_prompts)):
+        indices = [choice.get("index") for choice in choices]
+        raise MalformedError(f"{num_prompts} prompts were sent, choices came with index {indices}")
+    return [found[index] for index in range(num_prompts)]
+
+
+def _choice(choice: dict[str, Any], is_chat: bool, tokens: tuple[int, int]) -> Choice:
+    if is_chat:
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise MalformedError("a choice has no message")
+        text = message.get("content")
+        if text is None and (message.get("reasoning_content") or message.get("reasoning")):
+            # The server's reasoning parser took everything: an answer, with nothing in it.
+            text = ""
+    else:
+        text = choice.get("text")
+    if not isinstance(text, str):
+        raise MalformedError(f"the text of a choice is {text!r}")
+    ids, logprobs = _token_details(choice, is_chat)
+    reason = choice.get("finish_reason")
+    return Choice(text, reason if isinstance(reason, str) else "", *tokens, ids, logprobs)
+
+
+def _token_details(
+    choice: dict[str, Any], is_chat: bool
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and log-probabilities, as far as the server sends them."""
+    raw_ids = choice.get("token_ids")
+    ids = tuple(raw_ids) if isinstance(raw_ids, list) else ()
+    details = choice.get("logprobs")
+    if not isinstance(details, dict):
+        return ids, ()
+    raw = (
+        [item.get("logprob") for item in details.get("content") or [] if isinstance(item, dict)]
+        if is_chat
+        else details.get("token_logprobs") or []
+    )
+    if not isinstance(raw, list) or not all(isinstance(value, int | float) for value in raw):
+        raise MalformedError("token log-probabilities are not all numbers")
+    return ids, tuple(float(value) for value in raw)
+
+
+def _usage(usage: object) -> tuple[int, int]:
+    """Prompt and completion tokens, 0 where the server does not say."""
+    if not isinstance(usage, dict):
+        return 0, 0
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return (
+        prompt if isinstance(prompt, int) else 0,
+        completion if isinstance(completion, int) else 0,
+    )
+
+
+def error_message(payload: bytes) -> str:
+    """Find a server's own words in the body of an error reply; "" for an empty body."""
+    text = payload.decode("utf-8", "replace")
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return text.strip()[:MAX_MESSAGE_CHARS]
+    return _message_of(data) if isinstance(data, dict) else text.strip()[:MAX_MESSAGE_CHARS]
+
+
+def _message_of(data: dict[str, Any]) -> str:
+    error = data.get("error")
+    inner = error.get("message") if isinstance(error, dict) else error
+    found = inner or data.get("message") or data.get("detail") or data
+    return (found if isinstance(found, str) else json.dumps(found))[:MAX_MESSAGE_CHARS]
