@@ -121,9 +121,9 @@ def gate_up_gemv(
     tile: GemvTile, *, num_experts: int, activation: str, first_expert: int = 0,
     expert_map: torch.Tensor | None = None, weights_on_input: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x [T, H], w13 [E_loc, 2I, H] -> act [T * K, I] for slots whose expert is local."""
+    """X [T, H], w13 [E_loc, 2I, H] -> act [T * K, I] for slots whose expert is local."""
     H = x.shape[1]
-    I = act.shape[1]  # noqa: E741 - the field's letter
+    I = act.shape[1]
     moe_gate_up_gemv_kernel[(triton.cdiv(I, tile.block_n), act.shape[0])](
         x, w13, act, topk_ids, expert_map if expert_map is not None else topk_ids,
         weights_on_input if weights_on_input is not None else x,
@@ -141,8 +141,8 @@ def down_gemv(
     tile: GemvTile, *, num_experts: int, weights: torch.Tensor | None, first_expert: int = 0,
     expert_map: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """act [T * K, I], w2 [E_loc, H, I] -> out [T, H], weighted and summed over slots."""
-    H, I = w2.shape[1], w2.shape[2]  # noqa: E741 - the field's letter
+    """Act [T * K, I], w2 [E_loc, H, I] -> out [T, H], weighted and summed over slots."""
+    H, I = w2.shape[1], w2.shape[2]
     moe_down_gemv_kernel[(triton.cdiv(H, tile.block_n), out.shape[0])](
         act, w2, out, topk_ids, expert_map if expert_map is not None else topk_ids,
         weights if weights is not None else act,

@@ -62,40 +62,48 @@ def _load_weights(
 ):  # fmt: skip
     """[BN, BK] of a row-major [num_rows, num_k] matrix; beyond `rows_left` or num_k it is zero."""
     if TMA:
-        return w.load([row.to(tl.int32), k])
-    n = tl.arange(0, BN)
-    kk = k + tl.arange(0, BK)
-    ptr = w + (row + n[:, None].to(tl.int64)) * num_k + kk[None, :]
-    if EVEN_N and EVEN_K:
-        return tl.load(ptr)
-    return tl.load(ptr, mask=(n[:, None] < rows_left) & (kk[None, :] < num_k), other=0.0)
+        tile = w.load([row.to(tl.int32), k])
+    else:
+        n = tl.arange(0, BN)
+        kk = k + tl.arange(0, BK)
+        ptr = w + (row + n[:, None].to(tl.int64)) * num_k + kk[None, :]
+        if EVEN_N and EVEN_K:
+            tile = tl.load(ptr)
+        else:
+            is_in = (n[:, None] < rows_left) & (kk[None, :] < num_k)
+            tile = tl.load(ptr, mask=is_in, other=0.0)
+    return tile
 
 
 @triton.jit
 def _dot(a, w, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
-    """acc += a [BM, BK] @ w [BN, BK]^T, or its transpose where SWAP."""
+    """Acc += a [BM, BK] @ w [BN, BK]^T, or its transpose where SWAP."""
     if UPCAST:
         a = a.to(tl.float32)
         w = w.to(tl.float32)
     if SWAP:
-        return tl.dot(w, tl.trans(a), acc, input_precision="ieee")
-    return tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
     """ACTIVATION: 0 SiLU-gated, 1 SwiGLU-OAI (alpha 1.702, limit 7), 2 squared ReLU, ungated."""
     if ACTIVATION == 0:
-        return gate / (1.0 + tl.exp(-gate)) * up
-    if ACTIVATION == 1:
+        act = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == 1:
         g = tl.minimum(gate, 7.0)
         u = tl.minimum(tl.maximum(up, -7.0), 7.0)
-        return g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
-    r = tl.maximum(gate, 0.0)
-    return r * r
+        act = g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
+    else:
+        r = tl.maximum(gate, 0.0)
+        act = r * r
+    return act
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bucket_stride"])
 def moe_gate_up_kernel(
     x_ptr, w13, act_ptr, counts_ptr, buckets_ptr, weights_ptr,
     bucket_stride, stride_x, num_local, num_weight_rows, H, I,
@@ -104,7 +112,7 @@ def moe_gate_up_kernel(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """x [T, H] gathered by slot, w13 [E_loc, 2I, H] -> act [T * K, I] by slot."""
+    """X [T, H] gathered by slot, w13 [E_loc, 2I, H] -> act [T * K, I] by slot."""
     lane = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + lane, mask=lane < num_local, other=0)
     ends = tl.cumsum((counts + BM - 1) // BM, 0)
@@ -160,7 +168,7 @@ def moe_gate_up_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bucket_stride"])
 def moe_down_kernel(
     act_ptr, w2, out_ptr, counts_ptr, buckets_ptr, weights_ptr,
     bucket_stride, num_local, num_weight_rows, H, I,
@@ -168,7 +176,7 @@ def moe_down_kernel(
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """act [T * K, I] by slot, w2 [E_loc, H, I] -> out [T * K, H] by slot, weighted in float32."""
+    """Act [T * K, I] by slot, w2 [E_loc, H, I] -> out [T * K, H] by slot, weighted in float32."""
     lane = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + lane, mask=lane < num_local, other=0)
     ends = tl.cumsum((counts + BM - 1) // BM, 0)
@@ -259,7 +267,7 @@ def gate_up(
     """
     counts, slots = buckets
     num_local, H = w13.shape[0], w13.shape[2]
-    I = act.shape[1]  # noqa: E741 - the field's letter
+    I = act.shape[1]
     is_interpreted = not x.is_cuda
     moe_gate_up_kernel[(_grid(tile, act.shape[0], num_local, I, x.device),)](
         x, _weight_operand(w13, tile), act, counts, slots,
@@ -295,7 +303,7 @@ def down(
         weights: [T, K] float32 multiplied into the result, None where they went into the input.
     """
     counts, slots = buckets
-    num_local, H, I = w2.shape  # noqa: E741 - the field's letter
+    num_local, H, I = w2.shape
     is_interpreted = not act.is_cuda
     moe_down_kernel[(_grid(tile, act.shape[0], num_local, H, act.device),)](
         act, _weight_operand(w2, tile), out, counts, slots,

@@ -63,7 +63,7 @@ def _group_mask(
     return is_kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "bucket_stride", "first_expert"])
 def moe_router_kernel(
     logits_ptr,
     bias_ptr,
@@ -90,6 +90,7 @@ def moe_router_kernel(
     IS_LLAMA4: tl.constexpr,
     HAS_BUCKETS: tl.constexpr,
 ):
+    """ROWS rows a program, one warp a row; see the module's docstring for the rules."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, BLOCK_E)[None, :]
     is_lane = lane < E
@@ -151,7 +152,7 @@ def moe_router_kernel(
         tl.store(buckets_ptr + at, (row * K + slot).to(tl.int32), mask=is_local)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "bucket_stride", "first_expert"])
 def moe_bucket_kernel(
     ids_ptr,
     map_ptr,

@@ -1,0 +1,77 @@
+"""Timing on a GPU: medians over graph replays, and the two ceilings every table is read against."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def graph_time_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
+    """Median time of one call, from replays of a graph that holds every call once.
+
+    Args:
+        calls: The same work on different inputs, so that no replay finds its data in L2.
+        replays: Timed replays; two more warm up.
+
+    Returns:
+        Microseconds a call, launch gaps between graph nodes included.
+    """
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return _replay_us(graph, replays) / len(calls)
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * replays)]
+    for _ in range(2):
+        graph.replay()
+    for i in range(replays):
+        events[2 * i].record()
+        graph.replay()
+        events[2 * i + 1].record()
+    torch.cuda.synchronize()
+    times = [events[2 * i].elapsed_time(events[2 * i + 1]) for i in range(replays)]
+    return statistics.median(times) * 1000.0
+
+
+def event_time_us(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
+    """Quick median over rounds of launching every call once, without a graph."""
+    for call in calls[:1]:
+        call()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000.0 / len(calls))
+    return statistics.median(times)
+
+
+def ceilings() -> dict[str, float]:
+    """Copy and read rates in TB/s, and the bf16 matmul rate in TFLOP/s, of this card now."""
+    n = 1 << 30
+    src = torch.randint(0, 255, (2 * n,), dtype=torch.uint8, device="cuda")
+    dst = torch.empty_like(src)
+    copy_us = graph_time_us([lambda: dst.copy_(src)])
+    floats = src.view(torch.float32)
+    read_us = graph_time_us([lambda: torch.sum(floats, dtype=torch.float32)])
+    size = 8192
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    matmul_us = graph_time_us([lambda: torch.mm(a, b, out=out)] * 3)
+    return {
+        "copy_tb_s": 2 * 2 * n / copy_us / 1e6,
+        "read_tb_s": 2 * n / read_us / 1e6,
+        "matmul_tflop_s": 2 * size**3 / matmul_us / 1e6,
+    }
