@@ -1,0 +1,153 @@
+"""Scripted servers that misbehave, run as child processes: `python stub_servers.py [options]`.
+
+Each option is one behaviour; together they cover what real servers do to a launcher. Answers
+come from `--answer`, by default the right one is never known here: "#### 1".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+NUM_REQUESTS = 0
+LOCK = threading.Lock()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--port-file", default="")
+    parser.add_argument("--model", default="stub")
+    parser.add_argument("--answer", default=" #### 1")
+    parser.add_argument("--exit-code", type=int, default=None)
+    parser.add_argument("--exit-after-s", type=float, default=0.3)
+    parser.add_argument("--exit-after-requests", type=int, default=0)
+    parser.add_argument("--never-listen", action="store_true")
+    parser.add_argument("--unhealthy-s", type=float, default=0.0)
+    parser.add_argument("--ignore-term", action="store_true")
+    parser.add_argument("--daemonise", action="store_true")
+    parser.add_argument("--grandchildren", type=int, default=0)
+    parser.add_argument("--pids-file", default="")
+    parser.add_argument("--flood-bytes", type=int, default=0)
+    parser.add_argument("--line-bytes", type=int, default=0)
+    parser.add_argument("--bad-bytes", action="store_true")
+    parser.add_argument("--say", default="")
+    parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--status", type=int, default=200)
+    return parser.parse_args()
+
+
+def note_pid(path: str) -> None:
+    if path:
+        with Path(path).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    opts: argparse.Namespace
+    healthy_at = 0.0
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet: the log's content is the test's business."""
+
+    def reply(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            is_healthy = time.monotonic() >= self.healthy_at
+            self.reply(200 if is_healthy else 503, {})
+        elif self.path == "/v1/models":
+            self.reply(200, {"object": "list", "data": [{"id": self.opts.model}]})
+        else:
+            self.reply(404, {"error": {"message": "no such route"}})
+
+    def do_POST(self) -> None:
+        global NUM_REQUESTS
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompts = body.get("prompt", "")
+        count = len(prompts) if isinstance(prompts, list) else 1
+        with LOCK:
+            NUM_REQUESTS += 1
+            if self.opts.exit_after_requests and self.opts.exit_after_requests < NUM_REQUESTS:
+                print("out of luck", file=sys.stderr, flush=True)
+                os._exit(self.opts.exit_code or 1)
+        time.sleep(self.opts.delay_s)
+        if self.opts.status != 200:
+            self.reply(self.opts.status, {"error": {"message": "scripted"}})
+            return
+        choices = [
+            {"index": i, "text": self.opts.answer, "finish_reason": "stop", "logprobs": None}
+            for i in range(count)
+        ]
+        usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        self.reply(
+            200, {"id": "x", "object": "text_completion", "choices": choices, "usage": usage}
+        )
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+
+def main() -> None:
+    opts = options()
+    note_pid(opts.pids_file)
+    if opts.ignore_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if opts.daemonise and os.fork():
+        os._exit(0)
+    if opts.daemonise:
+        note_pid(opts.pids_file)
+    for _ in range(opts.grandchildren):
+        code = (
+            "import os, signal, sys, time; os.setsid();"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
+        )
+        subprocess.Popen([sys.executable, "-c", code, opts.pids_file])
+    if opts.say:
+        print(opts.say, file=sys.stderr, flush=True)
+    if opts.flood_bytes:
+        line = b"x" * 99 + b"\n"
+        for _ in range(opts.flood_bytes // 100):
+            os.write(2, line)
+    if opts.line_bytes:
+        os.write(2, b"y" * opts.line_bytes)
+    if opts.bad_bytes:
+        os.write(2, b"\n\xff\xfe bad \x1b[31mred\x1b[0m \x1b]0;title\x07 bytes\n")
+    if opts.exit_code is not None and not opts.exit_after_requests:
+        time.sleep(opts.exit_after_s)
+        sys.exit(opts.exit_code)
+    if opts.never_listen:
+        time.sleep(600)
+    Handler.opts = opts
+    Handler.healthy_at = time.monotonic() + opts.unhealthy_s
+    server = Server(("127.0.0.1", opts.port), Handler)
+    server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if opts.port_file:
+        partial = Path(opts.port_file + ".partial")
+        partial.write_text(str(server.server_address[1]))
+        partial.rename(opts.port_file)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
