@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from evalsuite.baseline import BaselinePair, differences, identity_of
 from evalsuite.config import Calibration
 from evalsuite.errors import ServerError
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence, contradiction
 from evalsuite.gates.absolute import Floor, statistical_gate, threshold_gate
 from evalsuite.gates.base import Counts, GateOutcome
+from evalsuite.gates.equal import equal_gate
+from evalsuite.gates.paired import PairedPlan, paired_gate, wants_repeat
 from evalsuite.jobs import EvalJob
 from evalsuite.ledger import LedgerRecord
 from evalsuite.remarks import remarks
@@ -40,8 +43,8 @@ class RunContext:
         reproduce: Command line that runs this job again.
         log_tail: Last lines of the server's log.
         family_size: Jobs of this run that share one false-alarm rate (Bonferroni); 1 for none.
-            A whole run is better judged with 1 and then `stats.sequential.holm` (see
-            `family.py`).
+            A whole run is better judged with 1 and then with `family.hold_family_rate`.
+        model_revision: Revision or hash of the weights, "" if unknown.
     """
 
     commit: str = ""
@@ -52,6 +55,7 @@ class RunContext:
     reproduce: str = ""
     log_tail: tuple[str, ...] = ()
     family_size: int = 1
+    model_revision: str = ""
 
 
 def judge(
@@ -60,6 +64,7 @@ def judge(
     evidence: BackendEvidence,
     *,
     error: Exception | None = None,
+    baseline: BaselinePair | None = None,
     records: Sequence[LedgerRecord] = (),
     context: RunContext | None = None,
 ) -> Verdict:
@@ -70,6 +75,7 @@ def judge(
         result: Counts, None where no evaluation took place.
         evidence: What is known of the backend.
         error: What ended the job early (`ServerError`, `EvalError`, ...), None otherwise.
+        baseline: For the `paired` and `equal` gates.
         records: The job's ledger, for remarks and the `equal` gate.
         context: Commit, hardware, durations.
     """
@@ -100,12 +106,13 @@ def judge(
         return replace(
             verdict, status=Status.ERROR, reason=problem, log_tail=tail or context.log_tail
         )
-    outcome = _ask_gate(job, result)
+    outcome = ask_gate(job, result, baseline, records, context)
     if outcome.status is Status.ERROR:
         return replace(
             verdict, status=Status.ERROR, reason=outcome.reason, log_tail=context.log_tail
         )
-    return _with_numbers(verdict, job, result, outcome, records)
+    decided = _with_numbers(verdict, job, result, outcome)
+    return replace(decided, warnings=remarks(decided, job.config, records, baseline))
 
 
 def _problem(
@@ -149,14 +156,67 @@ def _floor(job: EvalJob) -> Floor:
     )
 
 
-def _ask_gate(job: EvalJob, result: EvalResult) -> GateOutcome:
+def plan_of(job: EvalJob, context: RunContext) -> PairedPlan:
+    """Settings of the paired gate from the config; the run's jobs share one rate."""
+    gate, calibration = job.config.gate, job.config.calibration
+    return PairedPlan(
+        alpha=gate.alpha / context.family_size,
+        power=gate.power,
+        max_repeats=gate.max_repeats,
+        max_drop=gate.max_drop,
+        noise=calibration.discordant if isinstance(calibration, Calibration) else None,
+    )
+
+
+def ask_gate(
+    job: EvalJob,
+    result: EvalResult,
+    baseline: BaselinePair | None,
+    records: Sequence[LedgerRecord],
+    context: RunContext,
+) -> GateOutcome:
+    """Ask the config's gate; the score alone, whatever else is wrong with the run."""
     counts = Counts(result.num_correct[result.metric], result.num_failed, result.num_questions)
     name = job.config.gate.name
     if name == "threshold":
         return threshold_gate(counts, _floor(job))
     if name == "statistical":
         return statistical_gate(counts, _floor(job))
-    return GateOutcome(Status.ERROR, f"gate {name!r} needs a baseline and none was given")
+    if baseline is None:
+        return GateOutcome(Status.ERROR, f"gate {name!r} needs an approved baseline")
+    run = identity_of(job.config, result, context.model_revision)
+    for kind, reference in baseline.references().items():
+        if found := differences(reference.identity, run):
+            return GateOutcome(Status.ERROR, f"not comparable with the {kind}: {'; '.join(found)}")
+    if name == "equal":
+        return equal_gate(records, baseline.current.answers)
+    if len(result.per_question) != result.num_questions:
+        return GateOutcome(
+            Status.ERROR,
+            f"gate 'paired' needs an outcome per question, {len(result.per_question)} of "
+            f"{result.num_questions} are recorded",
+        )
+    outcomes = {kind: one.outcomes for kind, one in baseline.references().items()}
+    return paired_gate(result.per_question, outcomes, _floor(job), plan_of(job, context))
+
+
+def needs_repeat(
+    job: EvalJob,
+    result: EvalResult,
+    baseline: BaselinePair | None,
+    records: Sequence[LedgerRecord] = (),
+    context: RunContext | None = None,
+) -> bool:
+    """Whether the plan of this job asks for one more repeat on the warm server.
+
+    The plan (`gate.max_repeats`, spending, futility) is fixed in advance; it is never best of
+    two. Only the `paired` gate has one.
+    """
+    if job.config.gate.name != "paired" or baseline is None:
+        return False
+    context = context or RunContext()
+    outcome = ask_gate(job, result, baseline, records, context)
+    return wants_repeat(outcome, result.per_question, plan_of(job, context))
 
 
 def _with_numbers(
@@ -164,7 +224,6 @@ def _with_numbers(
     job: EvalJob,
     result: EvalResult,
     outcome: GateOutcome,
-    records: Sequence[LedgerRecord],
 ) -> Verdict:
     n = result.num_questions
     low, high = result.accuracy_bounds
@@ -174,7 +233,7 @@ def _with_numbers(
         wilson_interval(round(low * n), n)[0],
         wilson_interval(round(high * n), n)[1],
     )
-    with_numbers = replace(
+    return replace(
         verdict,
         status=outcome.status,
         reason=outcome.reason,
@@ -188,4 +247,3 @@ def _with_numbers(
         p_value=outcome.p_value,
         detail={**outcome.detail, "accuracy_bounds": [low, high]},
     )
-    return replace(with_numbers, warnings=remarks(with_numbers, job.config, records))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evalsuite.baseline import BaselinePair
 from evalsuite.config import Calibration, EvalConfig
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.ledger import LedgerRecord
@@ -21,7 +22,10 @@ RIGHT_READING = "numeric"
 
 
 def remarks(
-    verdict: Verdict, config: EvalConfig, records: Sequence[LedgerRecord]
+    verdict: Verdict,
+    config: EvalConfig,
+    records: Sequence[LedgerRecord],
+    baseline: BaselinePair | None = None,
 ) -> tuple[str, ...]:
     """Collect every remark that applies, the ones about the answers first."""
     result = verdict.result
@@ -30,6 +34,12 @@ def remarks(
     found = [*_answers(result, config, records), *_noise(verdict, result, config)]
     if verdict.evidence.ignored_switches:
         found.append("the server ignored: " + ", ".join(verdict.evidence.ignored_switches))
+    if baseline is not None and verdict.gate in ("paired", "equal"):
+        found += [
+            f"the {kind} was made on {reference.hardware!r}, this run on {verdict.hardware!r}"
+            for kind, reference in baseline.references().items()
+            if reference.hardware and verdict.hardware and reference.hardware != verdict.hardware
+        ]
     return tuple(found)
 
 

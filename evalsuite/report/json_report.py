@@ -7,7 +7,6 @@ trend plot. Schema: `docs/verdicts.md`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from evalsuite.errors import ConfigError
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence
+from evalsuite.files import file_stem, write_text
 from evalsuite.ledger import LedgerRecord
-from evalsuite.report.text import write_text
 from evalsuite.verdict import Status, Verdict, exit_code
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def read(run_dir: Path) -> list[Verdict]:
 
 def ledger_name(job_id: str) -> str:
     """File name of a job's questions, below `questions/`."""
-    return re.sub(r"[^\w.\-]+", "__", job_id) + ".jsonl"
+    return file_stem(job_id) + ".jsonl"
 
 
 def write_ledgers(folder: Path, ledgers: Ledgers) -> Path:

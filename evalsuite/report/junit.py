@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evalsuite.report.text import visible, write_text
+from evalsuite.files import write_text
+from evalsuite.report.text import visible
 from evalsuite.verdict import Status, Verdict
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evalsuite.files import write_text
 from evalsuite.report.text import (
     accuracy_cell,
     backend_cell,
@@ -16,7 +17,6 @@ from evalsuite.report.text import (
     points,
     rate,
     visible,
-    write_text,
 )
 from evalsuite.verdict import Status, Verdict
 

@@ -1,13 +1,11 @@
-"""Small shared pieces of the reports: atomic writing, clean text, number formats.
+"""Small shared pieces of the reports: clean text, number formats, table cells.
 
 Receives values of a verdict, returns text every format can hold.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from evalsuite.verdict import Verdict
 
@@ -19,15 +17,6 @@ _ILLEGAL = re.compile("[^\u0009\u000a\u000d\u0020-\ud7ff\ue000-\ufffd\U00010000-
 def visible(text: str) -> str:
     """Replace characters that no XML, HTML or UTF-8 file can hold by `#xNN`."""
     return _ILLEGAL.sub(lambda match: f"#x{ord(match.group()):02X}", text)
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write UTF-8 so that a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-    partial.replace(path)
-    return path
 
 
 def percent(value: float | None, digits: int = 2) -> str:

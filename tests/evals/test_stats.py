@@ -1,0 +1,399 @@
+"""Statistics against scipy, published figures, and invariants on random inputs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from evalsuite.stats import noise, paired, power, proportion, rules, sequential
+
+OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
+
+
+# -- proportion ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "expected"),
+    [
+        (0.29, 1319, 0.0125), (0.58, 1319, 0.0136), (0.85, 1319, 0.0098), (0.88, 1319, 0.0089),
+        (0.92, 1319, 0.0075), (0.95, 1319, 0.0060), (0.88, 200, 0.0230), (0.92, 200, 0.0192),
+    ],
+)  # fmt: skip
+def test_binomial_se_published(p: float, n: int, expected: float) -> None:
+    assert proportion.binomial_se(p, n) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(("n", "half"), [(50, 0.075), (200, 0.038), (1319, 0.015)])
+def test_half_width_at_092(n: int, half: float) -> None:
+    low, high = proportion.wilson_interval(round(0.92 * n), n)
+    assert (high - low) / 2 == pytest.approx(half, abs=0.0035)
+
+
+@given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_equals_scipy(case: tuple[int, int]) -> None:
+    right, n = case
+    interval = scipy_stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
+    low, high = proportion.wilson_interval(right, n)
+    assert low == pytest.approx(interval.low, abs=1e-12)
+    assert high == pytest.approx(interval.high, abs=1e-12)
+    one_sided = scipy_stats.binomtest(right, n, alternative="greater").proportion_ci(
+        0.95, method="wilson"
+    )
+    assert proportion.wilson_bound(right, n, 0.95, "lower") == pytest.approx(
+        one_sided.low, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("threshold", "tolerance", "n", "needed"),
+    [
+        (0.9, 0.0, 1000, 900),
+        (0.9, 0.0, 1319, 1188),  # 1187.1
+        (0.7, 0.0, 10, 7),  # 0.7 * 10 is 7.000000000000001 in binary
+        (0.92, 0.08, 1319, 1108),  # 0.84 * 1319 = 1107.96
+        (0.3, 0.1, 10, 2),  # 0.3 - 0.1 is 0.19999999999999998 in binary
+        (0.05, 0.08, 100, 0),
+    ],
+)
+def test_min_correct_is_exact(threshold: float, tolerance: float, n: int, needed: int) -> None:
+    assert proportion.min_correct(threshold, tolerance, n) == needed
+
+
+# -- paired ----------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_mcnemar_equals_scipy_binomtest(lost: int, gained: int) -> None:
+    total = lost + gained
+    expected = (
+        scipy_stats.binomtest(lost, total, 0.5, alternative="greater").pvalue if total else 1.0
+    )
+    assert paired.mcnemar_exact(lost, gained) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+def test_mcnemar_by_hand() -> None:
+    # 8 lost, 2 gained: (45 + 10 + 1) / 1024; the point itself is 45 / 1024.
+    assert paired.mcnemar_exact(8, 2) == pytest.approx(56 / 1024)
+    assert paired.mcnemar_midp(8, 2) == pytest.approx((56 - 22.5) / 1024)
+    assert paired.mcnemar_exact(0, 0) == 1.0
+    assert paired.mcnemar_two_sided(8, 2) == pytest.approx(112 / 1024)
+
+
+@pytest.mark.parametrize(("d", "se"), [(0.006, 0.21), (0.02, 0.39), (0.035, 0.52), (0.1, 0.87)])
+def test_paired_se_published(d: float, se: float) -> None:
+    half = d * 1319 / 2
+    assert 100 * paired.paired_se(half, half, 1319) == pytest.approx(se, abs=0.006)  # type: ignore[arg-type]
+
+
+@given(OUTCOMES)
+def test_swapping_sides(pairs: list[tuple[bool, bool]]) -> None:
+    before, after = [a for a, _ in pairs], [b for _, b in pairs]
+    there, back = paired.discordance(before, after), paired.discordance(after, before)
+    assert (there.lost, there.gained) == (back.gained, back.lost)
+    assert there.drop == -back.drop
+    # P(X >= b) + P(X >= c) = 1 + P(X = b): the two one-sided tests share the observed point.
+    point = scipy_stats.binom.pmf(there.lost, there.lost + there.gained, 0.5)
+    total = paired.mcnemar_exact(there.lost, there.gained) + paired.mcnemar_exact(
+        back.lost, back.gained
+    )
+    assert total == pytest.approx(1 + point)
+
+
+def _repeats(
+    rng: np.random.Generator, n: int, r: int, p: float
+) -> dict[int, tuple[bool | None, ...]]:
+    return {i: tuple(bool(x) for x in rng.random(r) < p) for i in range(n)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40))
+def test_permuting_and_padding_change_nothing(seed: int, rb: int, ra: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    base, cand = _repeats(rng, n, rb, 0.8), _repeats(rng, n, ra, 0.7)
+    result = paired.repeats_test(base, cand)
+    order = rng.permutation(n)
+    shuffled = paired.repeats_test(
+        {int(k): base[int(i)] for k, i in enumerate(order)},
+        {int(k): cand[int(i)] for k, i in enumerate(order)},
+    )
+    assert shuffled.p_value == pytest.approx(result.p_value, rel=1e-9)
+    # Equal pairs, on which both builds always agree, carry no information.
+    padded = paired.repeats_test(
+        {**base, **{n + k: (k % 2 == 0,) * rb for k in range(20)}},
+        {**cand, **{n + k: (k % 2 == 0,) * ra for k in range(20)}},
+    )
+    assert padded.p_value == pytest.approx(result.p_value, rel=1e-9)
+    assert padded.drop == pytest.approx(result.drop * n / (n + 20))
+
+
+@given(OUTCOMES)
+def test_one_repeat_each_is_mcnemar(pairs: list[tuple[bool, bool]]) -> None:
+    counts = paired.discordance([a for a, _ in pairs], [b for _, b in pairs])
+    result = paired.repeats_test(
+        {i: (a,) for i, (a, _) in enumerate(pairs)}, {i: (b,) for i, (_, b) in enumerate(pairs)}
+    )
+    expected = paired.mcnemar_exact(counts.lost, counts.gained)
+    assert result.p_sign_flip == pytest.approx(expected, rel=1e-9)
+    assert result.p_stratified == pytest.approx(expected, rel=1e-9)
+
+
+def test_sign_flip_by_enumeration() -> None:
+    differences = [3, -1, 2, 2, -3, 1, 0, 4]
+    nonzero = [d for d in differences if d]
+    sums = [
+        sum(s * abs(d) for s, d in zip(signs, nonzero, strict=True))
+        for signs in itertools.product((-1, 1), repeat=len(nonzero))
+    ]
+    expected = sum(total >= sum(differences) for total in sums) / len(sums)
+    assert paired.sign_flip_exact(differences) == pytest.approx(expected)
+    assert paired.sign_flip_monte_carlo(differences) == pytest.approx(expected, abs=0.01)
+
+
+def test_sign_flip_equals_scipy_permutation_test() -> None:
+    rng = np.random.default_rng(3)
+    x = rng.normal(0.3, 1.0, 12)
+    expected = scipy_stats.permutation_test(
+        (x, np.zeros(12)), lambda a, b: np.sum(a - b), permutation_type="samples",
+        alternative="greater", n_resamples=np.inf,
+    ).pvalue  # fmt: skip
+    assert paired.sign_flip_monte_carlo(list(x)) == pytest.approx(expected, abs=0.01)
+
+
+def test_stratified_by_enumeration() -> None:
+    # Two questions, 2 baseline and 2 candidate answers each.
+    groups = [((True, True), (False, True)), ((True, False), (False, False))]
+    observed = sum(sum(c) for _, c in groups)
+    hits = total = 0
+    for picks in itertools.product(itertools.combinations(range(4), 2), repeat=2):
+        value = sum(
+            sum((*b, *c)[i] for i in pick) for (b, c), pick in zip(groups, picks, strict=True)
+        )
+        hits, total = hits + (value <= observed), total + 1
+    strata = [(sum(b), 2, sum(c), 2) for b, c in groups]
+    assert paired.stratified_permutation(strata) == pytest.approx(hits / total)
+
+
+def test_copies_of_one_run_add_no_certainty() -> None:
+    # Ten bit-equal repeats are one run: by question the p-value stays that of a single run.
+    before = dict.fromkeys(range(30), (True,))
+    after = {i: (i >= 6,) for i in range(30)}
+    single = paired.repeats_test(before, after).p_value
+    copies = paired.repeats_test(
+        {i: o * 10 for i, o in before.items()}, {i: o * 10 for i, o in after.items()}
+    )
+    assert single == pytest.approx(1 / 64)
+    assert copies.p_value == pytest.approx(single)
+    assert copies.p_stratified < single / 1000  # what the larger of the two protects from
+
+
+def test_missing_repeats_are_left_out() -> None:
+    result = paired.repeats_test(
+        {0: (True, None), 1: (None, None), 2: (True, True)},
+        {0: (False, None), 1: (True, True), 2: (True, False)},
+    )
+    assert result.n == 2
+    assert result.drop == pytest.approx(0.75)
+
+
+def test_drop_upper_bound_is_positive_without_a_flip() -> None:
+    bound = paired.drop_upper_bound(0, 0, 1319, 0.95)
+    assert 0.0005 < bound < 0.003
+    assert paired.drop_upper_bound(40, 20, 1319, 0.95) == pytest.approx(
+        20 / 1321 + 1.6449 * math.sqrt(62 - 400 / 1321) / 1321, abs=1e-6
+    )
+
+
+# -- power -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("d", "usual", "strict"),
+    [
+        (0.006, 0.53, 1.01),
+        (0.02, 0.97, 1.84),
+        (0.035, 1.28, 2.44),
+        (0.05, 1.53, 2.92),
+        (0.1, 2.17, 4.12),
+    ],
+)
+def test_detectable_drop_published(d: float, usual: float, strict: float) -> None:
+    see = power.smallest_detectable_drop
+    assert 100 * see(1319, d, 0.05, 0.8) == pytest.approx(usual, abs=0.01)
+    assert 100 * see(1319, d, 0.001, 0.95) == pytest.approx(strict, abs=0.01)
+
+
+def test_required_questions_inverts() -> None:
+    drop = power.smallest_detectable_drop(1319, 0.035, 0.05, 0.8)
+    assert power.required_questions(drop * 1.0000001, 0.035, 0.05, 0.8) == 1319
+
+
+@pytest.mark.parametrize(("noise_", "drop"), [(0.005, 0.01), (0.035, 0.0), (0.1, 0.02)])
+def test_mcnemar_power_against_draws(noise_: float, drop: float) -> None:
+    rng = np.random.default_rng(1)
+    n, draws = 800, 20_000
+    cells = rng.multinomial(n, [noise_ / 2 + drop, noise_ / 2, 1 - noise_ - drop], size=draws)
+    p = scipy_stats.binom.sf(cells[:, 0] - 1, cells[:, 0] + cells[:, 1], 0.5)
+    assert power.mcnemar_power(n, noise_, drop, 0.05) == pytest.approx((p <= 0.05).mean(), abs=0.01)
+
+
+def test_detectable_drop_on_top_reaches_its_power_and_costs_more() -> None:
+    drop = power.detectable_drop_on_top(1319, 0.035, 0.05, 0.8)
+    assert power.mcnemar_power(1319, 0.035, drop, 0.05) >= 0.8
+    assert power.mcnemar_power(1319, 0.035, drop - 1e-4, 0.05) < 0.8
+    assert drop > power.smallest_detectable_drop(1319, 0.035, 0.05, 0.8)
+
+
+def test_detectable_drop_from_se_agrees_with_single_runs() -> None:
+    se = math.sqrt(0.035 / 1319)
+    assert power.detectable_drop_from_se(se, 1319, 0.05, 0.8) == pytest.approx(
+        power.detectable_drop_on_top(1319, 0.035, 0.05, 0.8), abs=0.0015
+    )
+
+
+# -- sequential ------------------------------------------------------------------------------
+
+# p0, p1, error rate (both), questions if healthy, if broken, if every answer is wrong.
+SPRT_TABLE = [
+    (0.88, 0.80, 0.01, 199, 174, 9), (0.88, 0.80, 0.001, 305, 266, 14),
+    (0.88, 0.84, 0.01, 702, 648, 16), (0.88, 0.84, 0.001, 1074, 991, 25),
+    (0.92, 0.84, 0.01, 159, 131, 7), (0.92, 0.84, 0.001, 244, 200, 10),
+    (0.58, 0.50, 0.01, 350, 347, 27), (0.58, 0.50, 0.001, 536, 532, 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("p0", "p1", "rate", "healthy", "broken", "all_wrong"), SPRT_TABLE)
+def test_sprt_published(
+    p0: float, p1: float, rate: float, healthy: int, broken: int, all_wrong: int
+) -> None:
+    test = sequential.Sprt(p0, p1, rate, rate)
+    assert test.expected_questions(p0) == pytest.approx(healthy, abs=1)
+    assert test.expected_questions(p1) == pytest.approx(broken, abs=1)
+    assert test.questions_if_all_wrong() == all_wrong
+    assert test.decide(0, all_wrong) == "broken"
+    assert test.decide(0, all_wrong - 1) == "go on"
+
+
+def test_sprt_error_rates_by_simulation() -> None:
+    test = sequential.Sprt(0.88, 0.8, 0.01, 0.01)
+    rng = np.random.default_rng(0)
+    for p, wrong_end in ((0.88, "broken"), (0.8, "healthy")):
+        right = rng.random((4000, 2000)) < p
+        llr = np.where(right, test.step_right, test.step_wrong).cumsum(axis=1)
+        up = np.where((llr >= test.upper).any(1), (llr >= test.upper).argmax(1), 10**6)
+        down = np.where((llr <= test.lower).any(1), (llr <= test.lower).argmax(1), 10**6)
+        errors = (up < down).mean() if wrong_end == "broken" else (down < up).mean()
+        assert errors <= 0.014  # Wald's bounds are conservative; 0.01 + 2.5 standard errors
+
+
+@pytest.mark.parametrize("bad", [(0.8, 0.88, 0.01), (0.88, 0.8, 0.6), (1.0, 0.8, 0.01)])
+def test_sprt_refuses_nonsense(bad: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        sequential.Sprt(bad[0], bad[1], bad[2])
+
+
+def test_outcome_decided() -> None:
+    assert sequential.outcome_decided(90, 95, 100, 90) == "pass"
+    assert sequential.outcome_decided(84, 95, 100, 90) == "fail"
+    assert sequential.outcome_decided(85, 95, 100, 90) == "open"
+
+
+def test_spending_single_look_is_the_plain_test() -> None:
+    assert sequential.spending_levels([1.0], 0.05) == [0.05]
+
+
+@pytest.mark.parametrize(
+    ("spending", "expected"),
+    [
+        # Lan-DeMets bounds for 5 equal looks at one-sided 0.025, as tabulated (z): OBF-like
+        # 4.877 3.357 2.680 2.290 2.031; Pocock-like 2.438 2.427 2.410 2.397 2.386.
+        ("obrien-fleming", [4.877, 3.357, 2.680, 2.290, 2.031]),
+        ("pocock", [2.438, 2.427, 2.410, 2.397, 2.386]),
+    ],
+)
+def test_spending_bounds_published(
+    spending: sequential.SpendingName, expected: list[float]
+) -> None:
+    levels = sequential.spending_levels([0.2, 0.4, 0.6, 0.8, 1.0], 0.025, spending)
+    bounds = [proportion.normal_quantile(1 - level) for level in levels]
+    assert bounds == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.parametrize("spending", ["pocock", "obrien-fleming"])
+def test_spending_keeps_its_rate(spending: sequential.SpendingName) -> None:
+    fractions = sequential.information_fractions(baseline_repeats=2, max_repeats=4)
+    levels = np.array(sequential.spending_levels(fractions, 0.05, spending))
+    rng = np.random.default_rng(5)
+    draws = 200_000
+    # D_k = mean of k candidate runs - mean of 2 baseline runs, unit variance a run.
+    runs = rng.normal(size=(draws, 4))
+    means = runs.cumsum(1) / np.arange(1, 5)
+    base = rng.normal(size=(draws, 2)).mean(1, keepdims=True)
+    z = (base - means) / np.sqrt(0.5 + 1 / np.arange(1, 5))
+    rejected = (scipy_stats.norm.sf(z) <= levels).any(1).mean()
+    assert rejected == pytest.approx(0.05, abs=0.002)
+
+
+def test_holm_published_example() -> None:
+    # Holm 1979's own steps: 0.01, 0.02, 0.03, 0.04, 0.05 of five tests.
+    assert sequential.holm([0.03, 0.01, 0.05, 0.02, 0.04]) == pytest.approx(
+        [0.09, 0.05, 0.09, 0.08, 0.09]
+    )
+    assert sequential.holm([]) == []
+
+
+# -- noise and rules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("d", "sigma"), [(0.006, 0.15), (0.02, 0.28), (0.035, 0.36), (0.05, 0.44), (0.1, 0.62)]
+)
+def test_sigma_published(d: float, sigma: float) -> None:
+    assert 100 * noise.sigma_from_discordance(d, 1319) == pytest.approx(sigma, abs=0.006)
+
+
+def test_noise_of_a_known_process() -> None:
+    rng = np.random.default_rng(7)
+    p = rng.choice([0.0, 0.3, 1.0], size=1319, p=[0.05, 0.1, 0.85])
+    runs = rng.random((40, 1319)) < p
+    measured = noise.measure_noise(runs.tolist())
+    true_sigma = math.sqrt((p * (1 - p)).sum()) / 1319
+    assert measured.sigma_questions == pytest.approx(true_sigma, rel=0.05)
+    assert measured.sigma_repeats == pytest.approx(true_sigma, rel=0.35)
+    assert measured.discordant == pytest.approx(2 * (p * (1 - p)).sum() / 1319, rel=0.05)
+    assert measured.sigma_run == measured.sigma_questions
+
+
+def test_noise_sees_shifts_of_whole_runs() -> None:
+    # Whole runs shift together: half of the runs lose the same 60 questions.
+    rows = [[not (run % 2 and i < 60) for i in range(1000)] for run in range(10)]
+    measured = noise.measure_noise(rows)
+    assert measured.p_overdispersed < 0.01
+    assert measured.sigma_run == measured.sigma_repeats == pytest.approx(0.0316, abs=1e-4)
+
+
+def test_noise_needs_two_repeats() -> None:
+    with pytest.raises(ValueError, match="two or more"):
+        noise.measure_noise([[True]])
+
+
+@pytest.mark.parametrize(
+    ("n", "offset", "theta"),
+    [(1319, -3.203, 4.841), (512, -5.14, 7.77), (1024, -3.63, 5.49), (4096, -1.82, 2.75)],
+)
+def test_trtllm_rule_published(n: int, offset: float, theta: float) -> None:
+    rule = rules.TrtllmRule(n)
+    assert 100 * rule.offset == pytest.approx(offset, abs=0.01)
+    assert 100 * rule.theta == pytest.approx(theta, abs=0.01)
+    assert rule.passes(0.85, 0.88) is (100 * rule.offset <= -3)
+
+
+def test_vllm_rule() -> None:
+    assert rules.vllm_passes(0.81, 0.88)
+    assert not rules.vllm_passes(0.79, 0.88)
