@@ -173,12 +173,14 @@ class LoadedConfig:
         config: None where there is any error.
         problems: Errors, warnings and notes, in file order.
         sources: Top-level key -> "file:line", "command line" or "default".
+        lines: Top-level key -> line of the file, for keys that the file gives.
     """
 
     path: Path
     config: EvalConfig | None
     problems: list[Problem]
     sources: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
 
     @property
     def has_errors(self) -> bool:
@@ -220,13 +222,11 @@ def read_config(
         problems += config_checks.check_meaning(config, document)
     problems.sort(key=lambda problem: problem.line)
     has_errors = any(problem.severity == "error" for problem in problems)
-    sources = {
-        key: "command line"
-        if key in overrides
-        else (f"{document.file}:{document.line((key,))}" if key in values else "default")
-        for key in EvalConfig.model_fields
-    }
-    return LoadedConfig(path, None if has_errors else config, problems, sources)
+    lines = {key: document.line((key,)) for key in values}
+    sources = {key: f"{document.file}:{line}" for key, line in lines.items()}
+    sources |= dict.fromkeys(overrides, "command line")
+    sources = {key: sources.get(key, "default") for key in EvalConfig.model_fields}
+    return LoadedConfig(path, None if has_errors else config, problems, sources, lines)
 
 
 def load_config(path: Path) -> EvalConfig:

@@ -7,6 +7,7 @@ Called by `config.py`; faults between keys are `config_checks.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,22 +45,35 @@ def is_noise_of_union(fault: Any) -> bool:
     )
 
 
-def describe(fault: Any, document: Document) -> Problem:
-    """Turn one pydantic fault into a message of ours."""
-    path = tuple(
+def describe(
+    fault: Any,
+    document: Document,
+    fields: Sequence[str] = (),
+    prefix: tuple[str | int, ...] = (),
+) -> Problem:
+    """Turn one pydantic fault into a message of ours.
+
+    Args:
+        fault: One item of `ValidationError.errors()`.
+        document: Where the values come from.
+        fields: Valid names at the level of an unknown key; a config's own by default.
+        prefix: Key path above the values that were checked.
+    """
+    path = prefix + tuple(
         part
         for index, part in enumerate(fault["loc"])
         if not (index == 1 and fault["loc"][0] == "calibration" and _is_branch(part))
     )
     line = document.line(path) or 1
-    return Problem("error", _fault_text(fault, path), document.file, line, dotted(path))
+    text = _fault_text(fault, path, fields or _fields_of(str(path[0])))
+    return Problem("error", text, document.file, line, dotted(path))
 
 
 def _is_branch(part: Any) -> bool:
     return part == "Calibration" or str(part).startswith("literal[")
 
 
-def _fault_text(fault: Any, path: tuple[str | int, ...]) -> str:
+def _fault_text(fault: Any, path: tuple[str | int, ...], fields: Sequence[str]) -> str:
     kind, value = fault["type"], fault["input"]
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if kind == "missing":
@@ -67,7 +81,6 @@ def _fault_text(fault: Any, path: tuple[str | int, ...]) -> str:
     if kind == "value_error":
         return str(fault["ctx"]["error"])
     if kind == "extra_forbidden":
-        fields = _fields_of(str(path[0]))
         return f"unknown key{suggestion(str(path[-1]), fields)}"
     if value is None:
         return "has no value; give one or remove the line"
