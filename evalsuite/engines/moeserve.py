@@ -1,0 +1,129 @@
+"""Engine `moeserve`: the server of this distribution.
+
+Started as `python -P -m moeserve MODEL`; it binds a free port itself and writes it to a file.
+`/v1/backends` says which backend the oracle chose and why (level "logged"), `/v1/evidence` which
+kernels a profiler saw (level "executed"; asked only where the config wants it, because it runs
+two steps under the profiler).
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from evalsuite.engines.base import LaunchSpec
+from evalsuite.engines.declared import declared_backend, served_model
+from evalsuite.evidence import BackendEvidence
+from evalsuite.jobs import EvalJob
+from evalsuite.readiness import get
+
+# A profiled prefill and decode step on every rank.
+_PROFILE_TIMEOUT_S = 120.0
+_BACKENDS_TIMEOUT_S = 10.0
+# In a clone the package lies beside this one; installed, it is found like any other.
+_IN_CLONE = Path(__file__).resolve().parents[2] / "kernels"
+
+
+def _source_root() -> str:
+    """Folder to put on the server's path, "" where it is installed."""
+    if importlib.util.find_spec("moeserve") is not None:
+        return ""
+    return str(_IN_CLONE) if (_IN_CLONE / "moeserve").is_dir() else ""
+
+
+class Moeserve:
+    """See the module's text."""
+
+    name = "moeserve"
+
+    def version(self) -> str:
+        """Version of the distribution that both packages come in."""
+        try:
+            return importlib.metadata.version("moe-evalsuite")
+        except importlib.metadata.PackageNotFoundError:
+            from evalsuite import __version__
+
+            return __version__
+
+    def launch_spec(self, job: EvalJob) -> LaunchSpec:
+        """`python -P -m moeserve MODEL ARGS --port 0 --port-file FILE`."""
+        config = job.config
+        root = _source_root()
+        path = [root, *filter(None, [config.env.get("PYTHONPATH", "")])] if root else []
+        return LaunchSpec(
+            argv=(
+                *(sys.executable, "-P", "-m", "moeserve", config.model_name),
+                *config.server_args,
+            ),
+            env={**config.env, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})},
+            served_model=served_model(job),
+            port_args=("--host", "127.0.0.1", "--port", "0", "--port-file", "{port_file}"),
+        )
+
+    def unavailable_reason(self, job: EvalJob) -> str:
+        """Say what of the `server` extra is missing; nothing is imported."""
+        missing = [
+            name
+            for name in ("torch", "fastapi", "uvicorn", "tokenizers", "safetensors")
+            if importlib.util.find_spec(name) is None
+        ]
+        if importlib.util.find_spec("moeserve") is None and not _source_root():
+            missing.insert(0, "moeserve")
+        if missing:
+            return (
+                f"engine moeserve needs {', '.join(missing)}; "
+                "install them with pip install 'moe-evalsuite[server]'"
+            )
+        return ""
+
+    def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
+        """Ask the server; what it does not answer stays unknown, with the reason in `detail`."""
+        expected = job.config.expect_backend
+        detail: dict[str, object] = {}
+        logged = executed = ""
+        body = _ask(base_url, "/v1/backends", _BACKENDS_TIMEOUT_S, detail)
+        if body is not None:
+            detail["backends"] = body
+            logged = chosen_backend(body)
+        if expected is not None and expected.level == "executed":
+            seen = _ask(base_url, "/v1/evidence", _PROFILE_TIMEOUT_S, detail)
+            if seen is not None:
+                detail["evidence"] = seen
+                executed = str(seen.get("executed", "")) if isinstance(seen, dict) else ""
+        return BackendEvidence(
+            declared=declared_backend(job), logged=logged, executed=executed, detail=detail
+        )
+
+
+def _ask(base_url: str, path: str, timeout_s: float, detail: dict[str, object]) -> Any:
+    try:
+        status, body = get(base_url, path, timeout_s=timeout_s)
+        if status == 200:
+            return json.loads(body)
+        detail[path] = f"answers {status}"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        detail[path] = f"{type(error).__name__}: {error}"
+    return None
+
+
+def chosen_backend(body: Any) -> str:
+    """The backend of a `/v1/backends` body: that of the largest batches; "" if it names none."""
+    moe = body.get("moe") if isinstance(body, dict) else None
+    layers = moe if isinstance(moe, list) else [moe]
+    names = {
+        str(layer.get("primary") or layer.get("backend") or "")
+        for layer in layers
+        if isinstance(layer, dict)
+    }
+    names.discard("")
+    # Layer groups served by different backends have no one name.
+    return names.pop() if len(names) == 1 else "+".join(sorted(names))
+
+
+ENGINE = Moeserve()
