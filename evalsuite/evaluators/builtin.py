@@ -18,29 +18,22 @@ from evalsuite.errors import ConfigError
 from evalsuite.evaluators.aggregate import Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
 from evalsuite.evaluators.limits import Patience, allow_sockets
-from evalsuite.ledger import Ledger, LedgerHead, LedgerRecord, Status
-from evalsuite.tasks.base import Sample, Task, TaskSettings, hash_text, profile_of, score_all
+from evalsuite.evaluators.records import Place, answered_record, failed_record
+from evalsuite.ledger import Ledger, LedgerHead
+from evalsuite.tasks.base import Sample, Task, TaskSettings, hash_text, profile_of
 from evalsuite.wire import SamplingSettings, build_body
 
 NAME = "builtin"
 PROGRESS_EVERY_S = 0.1
 ABORT_EVERY_S = 0.05
 
-_FAILURE_STATUS: dict[str, Status] = {
-    "http": "http_error",
-    "timeout": "timeout",
-    "connection": "connection_error",
-    "malformed": "malformed",
-}
-
 
 @dataclass(frozen=True)
 class _Question:
-    """A sample in one repeat, ready to be sent."""
+    """A prompt in one repeat, ready to be sent."""
 
-    sample: Sample
-    repeat: int
-    prompt_hash: str
+    place: Place
+    prompt: str
 
 
 @dataclass
@@ -114,7 +107,9 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             if record.repeat < request.repeats
         }
         missing = [
-            _Question(sample, repeat, hashes[sample.index])
+            _Question(
+                Place(sample.index, repeat, sample.target, hashes[sample.index]), sample.prompt
+            )
             for repeat in range(request.repeats)
             for sample in _ordered(samples, request.order_seed, repeat)
             if (sample.index, repeat) not in kept
@@ -196,7 +191,7 @@ async def _work(run: _Run, client: Client, worker: int) -> None:
     """Send one request after the other until none is waiting."""
     for questions in run.waiting:
         run.in_flight[worker] = questions
-        body = build_body(run.sampling, [question.sample.prompt for question in questions])
+        body = build_body(run.sampling, [question.prompt for question in questions])
         outcome = await client.ask(body, len(questions))
         del run.in_flight[worker]
         _book(run, questions, outcome)
@@ -210,10 +205,10 @@ def _book(
     correct = failed = 0
     for position, question in enumerate(questions):
         if isinstance(outcome, RequestFailure):
-            record = _failed_record(question, outcome)
+            record = failed_record(question.place, outcome)
             failed += 1
         else:
-            record = _answered_record(run.task, question, outcome[position])
+            record = answered_record(run.task, question.place, outcome[position])
             correct += record.scores[run.metric] == "correct"
         run.ledger.add(record)
     before = run.progress
@@ -224,49 +219,6 @@ def _book(
         failed=before.failed + failed,
         elapsed_s=time.perf_counter() - run.started,
         reused=before.reused,
-    )
-
-
-def _answered_record(task: Task, question: _Question, reply: Reply) -> LedgerRecord:
-    scores, extracted = score_all(task, question.sample.target, reply.text, reply.finish_reason)
-    return LedgerRecord(
-        index=question.sample.index,
-        repeat=question.repeat,
-        status=status_of(reply.text, reply.finish_reason),
-        text=reply.text,
-        target=question.sample.target,
-        scores=scores,
-        extracted=extracted,
-        finish_reason=reply.finish_reason,
-        prompt_tokens=reply.prompt_tokens,
-        completion_tokens=reply.completion_tokens,
-        latency_s=round(reply.latency_s, 6),
-        retries=reply.retries,
-        retry_errors=reply.retry_errors,
-        prompt_hash=question.prompt_hash,
-        token_logprobs=reply.token_logprobs,
-    )
-
-
-def status_of(text: str, finish_reason: str) -> Status:
-    """Status of a request that was answered."""
-    if not text.strip():
-        return "empty"
-    return "truncated" if finish_reason == "length" else "answered"
-
-
-def _failed_record(question: _Question, failure: RequestFailure) -> LedgerRecord:
-    return LedgerRecord(
-        index=question.sample.index,
-        repeat=question.repeat,
-        status=_FAILURE_STATUS[failure.kind],
-        text=None,
-        target=question.sample.target,
-        latency_s=round(failure.latency_s, 6),
-        retries=failure.retries,
-        error=failure.message,
-        retry_errors=failure.retry_errors,
-        prompt_hash=question.prompt_hash,
     )
 
 

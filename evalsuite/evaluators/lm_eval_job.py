@@ -1,0 +1,162 @@
+"""What lm-eval is told: which of its tasks a name means, the task file, the child's job.
+
+Receives an `EvaluationRequest`, writes data and a task file that includes lm-eval's own, returns
+the `WorkerJob`. Running it is `lm_eval.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from evalsuite.client import ClientSettings
+from evalsuite.errors import ConfigError, Problem
+from evalsuite.evaluators.base import EvaluationRequest
+from evalsuite.evaluators.limits import allow_sockets
+from evalsuite.evaluators.lm_eval_worker import WorkerJob
+from evalsuite.ledger import LedgerHead, LedgerRecord
+from evalsuite.tasks.base import Row, Task
+from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
+from evalsuite.wire import SamplingSettings
+
+
+# The evaluator's name in configs and ledgers.
+LM_EVAL = "lm-eval"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one of our task names is run by lm-eval.
+
+    Attributes:
+        task: Our task with the same prompts; it gives rows, readings and profile.
+        file: lm-eval's task file that ours includes.
+        is_first_n: Shots are the first train rows, and our task's stop strings are sent.
+    """
+
+    task: str
+    file: str
+    is_first_n: bool = False
+
+
+_FORMS = {
+    "gsm8k": Form("gsm8k-lm-eval", "gsm8k.yaml"),
+    "gsm8k-lm-eval": Form("gsm8k-lm-eval", "gsm8k.yaml"),
+    "gsm8k_cot": Form("gsm8k_cot", "gsm8k-cot.yaml"),
+    "minigsm": Form("minigsm", "gsm8k.yaml", is_first_n=True),
+}
+
+
+def find_form(request: EvaluationRequest) -> Form:
+    """Check that lm-eval can do what is asked.
+
+    Raises:
+        ConfigError: Names the key that has no meaning here.
+    """
+    config = request.config
+    problems = []
+    if config.task not in _FORMS:
+        message = f"lm-eval has no task {config.task!r} of ours; known: {', '.join(_FORMS)}"
+        problems.append(Problem("error", message, key="task"))
+    if config.use_chat_completions:
+        message = "evaluator lm-eval sends prompts to /v1/completions; use evaluator: builtin"
+        problems.append(Problem("error", message, key="use_chat_completions"))
+    if config.gen_prefix:
+        message = "belongs to the script's prompts; use evaluator: builtin"
+        problems.append(Problem("error", message, key="gen_prefix"))
+    if request.order_seed is not None or request.batch_size > 1 or request.has_logprobs:
+        message = "order, batch size and log-probabilities are lm-eval's own; use the builtin one"
+        problems.append(Problem("error", message, key="evaluator"))
+    if problems:
+        raise ConfigError(problems)
+    return _FORMS[config.task]
+
+
+def ledger_head(request: EvaluationRequest, task: Task) -> LedgerHead:
+    """What the answers depend on."""
+    config = request.config
+    return LedgerHead(
+        evaluator=LM_EVAL,
+        profile=task.profile,
+        model=request.served_model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        stop=task.stop,
+    )
+
+
+def _task_name(form: Form) -> str:
+    return f"evalsuite_{form.task}"
+
+
+def write_task(form: Form, task: Task, request: EvaluationRequest, folder: Path) -> None:
+    """Write data and a task file that includes lm-eval's own."""
+    files = {}
+    # The chain-of-thought task brings its examples along.
+    for split in ("test",) if form.task == "gsm8k_cot" else ("train", "test"):
+        path = folder / f"{split}.jsonl"
+        path.write_text(_jsonl(task.rows(split, request.data)), encoding="ascii")
+        files[split] = str(path)
+    content: dict[str, object] = {
+        "include": str(lm_eval_task_file(form.file)),
+        "task": _task_name(form),
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": files},
+    }
+    if form.is_first_n:
+        content["fewshot_config"] = {"sampler": "first_n"}
+        content["generation_kwargs"] = {"until": list(task.stop), "do_sample": False}
+    (folder / "task.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+def _jsonl(rows: list[Row]) -> str:
+    return "".join(json.dumps({"question": r.question, "answer": r.answer}) + "\n" for r in rows)
+
+
+def worker_job(
+    request: EvaluationRequest,
+    folder: Path,
+    num_questions: int,
+    kept: Iterable[LedgerRecord],
+) -> WorkerJob:
+    """Describe the job to the child.
+
+    Args:
+        request: What is asked for.
+        folder: Where `write_task` wrote.
+        num_questions: Questions there are.
+        kept: Records whose questions are not asked again.
+    """
+    config = request.config
+    sampling = SamplingSettings(
+        request.served_model, config.max_tokens, config.temperature, config.seed
+    )
+    known: list[dict[str, str]] = [{} for _ in range(request.repeats)]
+    for record in kept:
+        known[record.repeat][record.prompt_hash] = record.text or ""
+    concurrency = allow_sockets(config.max_concurrency or num_questions)
+    return WorkerJob(
+        task=_task_name(_FORMS[config.task]),
+        folder=str(folder),
+        url=ClientSettings(request.base_url, sampling).root + sampling.route,
+        model=request.served_model,
+        num_questions=num_questions,
+        num_fewshot=config.num_fewshot,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        # lm-eval's serial path for 1 sends another stop list and reports nothing.
+        num_concurrent=max(2, concurrency),
+        max_attempts=config.max_retries + 1,
+        timeout_s=math.ceil(config.request_timeout_seconds),
+        repeats=request.repeats,
+        known=known,
+        api_key=request.api_key,
+    )

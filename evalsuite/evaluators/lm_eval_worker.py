@@ -1,0 +1,293 @@
+"""The child process in which the real lm-eval runs; started by `lm_eval.py`, never imported by it.
+
+Receives a job as one JSON line on its standard input, which then stays open: when it ends, the
+suite is gone and so is this process. Appends events as JSON lines to a file: the prompts, every
+reply or failure as it comes, lm-eval's scores at the end. lm-eval builds, sends, retries and
+scores; what this adds is that nothing it sees at the wire is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from evalsuite.tasks.base import hash_prompts, hash_text
+from evalsuite.wire import Choice, MalformedError, error_message, parse_choices
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """What the child is to do.
+
+    Attributes:
+        task: Name of the task in the YAML file of `folder`.
+        folder: Holds the task file and the data, takes the events.
+        url: Full address of the completions route.
+        model: Served model name.
+        num_questions: First questions to ask.
+        num_fewshot: Shots.
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy.
+        seed: Sent with each request.
+        num_concurrent: Requests in flight, at least 2.
+        max_attempts: Attempts per request.
+        timeout_s: Limit of one attempt; lm-eval takes whole seconds.
+        repeats: Times every question is asked.
+        known: Per repeat, prompt hash -> reply text that is on record already.
+        api_key: Bearer token, "" for none.
+    """
+
+    task: str
+    folder: str
+    url: str
+    model: str
+    num_questions: int
+    num_fewshot: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    num_concurrent: int
+    max_attempts: int
+    timeout_s: int
+    repeats: int = 1
+    known: list[dict[str, str]] = field(default_factory=list)
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def events(self) -> Path:
+        """File of events."""
+        return Path(self.folder) / "events.jsonl"
+
+
+@dataclass
+class _Call:
+    """What one attempt showed at the wire."""
+
+    status: int | None = None
+    error_text: str = ""
+    choice: Choice | None = None
+
+
+_CALL: ContextVar[_Call] = ContextVar("call")
+
+
+class _ListeningPost:
+    """The context manager of `session.post`, with the reply read along."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        response: aiohttp.ClientResponse = await self._inner.__aenter__()
+        call = _CALL.get()
+        call.status = response.status
+        # aiohttp keeps the body, so lm-eval reads the same bytes after us.
+        payload = await response.read()
+        if response.ok:
+            call.choice = parse_choices(payload, 1, is_chat=False)[0]
+        else:
+            call.error_text = error_message(payload)
+        return response
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._inner.__aexit__(kind, error, trace)
+
+
+class _ListeningSession:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    def post(self, *args: Any, **kwargs: Any) -> _ListeningPost:
+        return _ListeningPost(self._session.post(*args, **kwargs))
+
+
+class _Events:
+    """Appends events; one write each, so that a kill loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def add(self, kind: str, **content: object) -> None:
+        self._file.write(json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+
+def describe(error: BaseException, call: _Call, timeout_s: float) -> tuple[str, str, bool]:
+    """Kind, message and finality of a failed attempt, as `client.py` would give them."""
+    name = type(error).__name__
+    if isinstance(error, MalformedError):
+        return "malformed", f"Malformed: {error}", False
+    if isinstance(error, aiohttp.ClientResponseError):
+        is_final = error.status // 100 == 4 and error.status not in (408, 429)
+        said = call.error_text or error.message or "no message"
+        return "http", f"HTTP {error.status}: {said}", is_final
+    if isinstance(error, TimeoutError):
+        return "timeout", f"{name}: no full reply within {timeout_s:g} s", True
+    if isinstance(error, aiohttp.ClientError | OSError):
+        said = str(error) or "the connection was closed before the reply was complete"
+        return "connection", f"{name}: {said}", False
+    return "malformed", f"{name}: {error}", False
+
+
+def _model_class() -> type[Any]:
+    """lm-eval's local-completions with every attempt recorded; built here, after its import."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    class RecordingCompletions(LocalCompletionsAPI):  # type: ignore[misc]
+        """Sends as lm-eval does; an attempt too many is an event, not the end of the run."""
+
+        def __init__(self, job: WorkerJob, events: _Events) -> None:
+            self._key = job.api_key
+            super().__init__(
+                base_url=job.url,
+                model=job.model,
+                tokenizer_backend=None,
+                tokenized_requests=False,
+                num_concurrent=job.num_concurrent,
+                max_retries=job.max_attempts,
+                max_gen_toks=job.max_tokens,
+                timeout=job.timeout_s,
+                seed=job.seed,
+            )
+            self.events = events
+            self.repeat = 0
+            self.known: dict[str, str] = {}
+            self.doc_ids: dict[str, list[int]] = {}
+            self.attempt_errors: dict[str, list[str]] = {}
+
+        @property
+        def api_key(self) -> str:
+            return self._key
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            prompts = [request.args[0] for request in requests]
+            self.doc_ids, self.attempt_errors = {}, {}
+            for request, prompt in zip(requests, prompts, strict=True):
+                self.doc_ids.setdefault(prompt, []).append(request.doc_id)
+            hashes = [hash_text(prompt) for prompt in prompts]
+            by_doc = {r.doc_id: h for r, h in zip(requests, hashes, strict=True)}
+            self.events.add(
+                "prompts", repeat=self.repeat, hash=hash_prompts(prompts), by_doc=by_doc
+            )
+            open_requests = [
+                r for r, h in zip(requests, hashes, strict=True) if h not in self.known
+            ]
+            fresh = iter(super().generate_until(open_requests) if open_requests else [])
+            return [self.known[h] if h in self.known else next(fresh) for h in hashes]
+
+        async def amodel_call(
+            self, session: aiohttp.ClientSession, sem: Any, messages: list[str], **kwargs: Any
+        ) -> list[str]:
+            call = _Call()
+            token = _CALL.set(call)
+            started = time.perf_counter()
+            errors = self.attempt_errors.setdefault(messages[0], [])
+            try:
+                listening = _ListeningSession(session)
+                answers: list[str] = await super().amodel_call(listening, sem, messages, **kwargs)
+            except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+                kind, message, is_final = describe(error, call, self.timeout)
+                errors.append(message)
+                if not is_final and len(errors) < self.max_retries:
+                    raise
+                self._note(messages[0], "failure", failure=kind, message=message, call=call)
+                # lm-eval would end the run here and lose every answer. It gets a text that the
+                # parent never counts, because the failure is on record.
+                return [""]
+            finally:
+                _CALL.reset(token)
+            latency = time.perf_counter() - started
+            self._note(messages[0], "reply", text=answers[0], call=call, latency_s=latency)
+            return answers
+
+        def _note(self, prompt: str, kind: str, *, call: _Call, **content: object) -> None:
+            choice = asdict(call.choice) if call.choice else {}
+            for name in ("text", "token_ids", "token_logprobs"):
+                choice.pop(name, None)
+            errors = self.attempt_errors[prompt]
+            for doc_id in self.doc_ids[prompt][:1]:
+                self.events.add(
+                    kind,
+                    index=doc_id,
+                    repeat=self.repeat,
+                    prompt_hash=hash_text(prompt),
+                    status=call.status,
+                    retry_errors=errors,
+                    **choice,
+                    **content,
+                )
+
+    return RecordingCompletions
+
+
+def run(job: WorkerJob) -> None:
+    """Let lm-eval ask and score every question, for each repeat."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    events = _Events(job.events)
+    model = _model_class()(job, events)
+    manager = TaskManager(include_path=job.folder, include_defaults=False)
+    for repeat in range(job.repeats):
+        model.repeat = repeat
+        model.known = job.known[repeat] if repeat < len(job.known) else {}
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=[job.task],
+            num_fewshot=job.num_fewshot,
+            limit=job.num_questions,
+            gen_kwargs={"temperature": job.temperature, "max_gen_toks": job.max_tokens},
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=True,
+            torch_random_seed=None,
+        )
+        for sample in found["samples"][job.task]:
+            events.add(
+                "score",
+                index=sample["doc_id"],
+                repeat=repeat,
+                metric=sample["filter"],
+                extracted=sample["filtered_resps"][0],
+                is_right=bool(sample["exact_match"]),
+            )
+    events.add("done", version=lm_eval.__version__)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    """Read the job, run it."""
+    job = WorkerJob(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Before lm-eval's import: no network, and no trace in anyone's cache.
+    cache = str(Path(job.folder) / "cache")
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        HF_HOME=cache,
+        HF_DATASETS_CACHE=cache,
+        TOKENIZERS_PARALLELISM="false",
+    )
+    run(job)
+
+
+if __name__ == "__main__":
+    main()
