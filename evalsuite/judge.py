@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from evalsuite.baseline import BaselinePair, differences, identity_of
 from evalsuite.config import Calibration
+from evalsuite.early_end import DECIDED
 from evalsuite.errors import ServerError
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence, contradiction
@@ -106,6 +107,8 @@ def judge(
         return replace(
             verdict, status=Status.ERROR, reason=problem, log_tail=tail or context.log_tail
         )
+    if result.stopped.startswith(DECIDED):
+        return replace(verdict, status=Status.FAIL, reason=result.stopped.removeprefix(DECIDED))
     outcome = ask_gate(job, result, baseline, records, context)
     if outcome.status is Status.ERROR:
         return replace(
@@ -126,6 +129,10 @@ def _problem(
         return "no evaluation took place"
     if mismatch := contradiction(evidence, job.config.expect_backend):
         return mismatch
+    if result.stopped.startswith(DECIDED):
+        return ""
+    if result.stopped:
+        return f"the evaluation ended early: {result.stopped}"
     first_error = f"; first error: {result.first_error}" if result.first_error else ""
     if result.num_failed > MAX_FAILED_SHARE * result.num_questions:
         return (

@@ -39,7 +39,9 @@ class PairedPlan:
         alpha: False-alarm rate over the whole plan and all references.
         power: Power at which the detectable drop is stated.
         max_repeats: Looks at most; one look is one more repeat of the candidate.
-        max_drop: Drop that a PASS must rule out with confidence `power`, None for no such claim.
+        max_drop: Acceptable drop. With it FAIL needs a drop shown to be larger (at alpha), PASS
+            one shown not to be (with confidence `power`); in between it is INCONCLUSIVE. None:
+            FAIL where a drop is shown, else PASS.
         noise: Calibrated discordant fraction, None to use the observed one.
     """
 
@@ -65,8 +67,8 @@ def paired_gate(
     """Decide a run against each reference ("baseline", and "anchor" where there is one).
 
     FAIL where the pooled accuracy is below the floor or a reference shows a drop at its level;
-    INCONCLUSIVE where `max_drop` is not ruled out; else PASS. Missing answers count as wrong and
-    as right in turn; where the two disagree the outcome is ERROR.
+    with `max_drop` INCONCLUSIVE where the drop may lie on either side of it; else PASS. Missing
+    answers count as wrong and as right in turn; where the two disagree the outcome is ERROR.
     """
     num_missing = sum(None in outcomes for outcomes in run.values())
     worst = _decide(_filled(run, False), references, floor, plan)
@@ -127,6 +129,40 @@ def _decide(
     return replace(decisive, detail=detail)
 
 
+@dataclass(frozen=True)
+class _Bounds:
+    """What is known of the drop besides its p-value."""
+
+    lower: float
+    upper: float
+    seen: float
+    counts: str
+    detail: dict[str, object]
+
+
+def _single_runs(
+    reference: Outcomes, run: Mapping[int, tuple[bool, ...]], plan: PairedPlan, level: float
+) -> _Bounds:
+    lost, gained = _flips(reference, run)
+    b, c, n = len(lost), len(gained), len(reference.keys() & run.keys())
+    observed = (b + c) / n
+    return _Bounds(
+        lower=-drop_upper_bound(c, b, n, 1 - level),
+        upper=drop_upper_bound(b, c, n, plan.power),
+        seen=detectable_drop_on_top(
+            n, observed if plan.noise is None else plan.noise, level, plan.power
+        ),
+        counts=f"{b} lost, {c} gained of {n}",
+        detail={
+            "lost": lost,
+            "gained": gained,
+            "discordant": observed,
+            "p_midp": mcnemar_midp(b, c),
+            "detectable_drop_within": smallest_detectable_drop(n, observed, level, plan.power),
+        },
+    )
+
+
 def _compare(
     name: str,
     run: Mapping[int, tuple[bool, ...]],
@@ -138,10 +174,36 @@ def _compare(
     look = max(len(outcomes) for outcomes in run.values())
     before = max(len(outcomes) for outcomes in reference.values())
     level = look_level(plan, before, look, references)
+    if look == before == 1:
+        bounds = _single_runs(reference, run, plan, level)
+    else:
+        bounds = _Bounds(
+            lower=test.drop - normal_quantile(1 - level) * test.stderr,
+            upper=test.drop + normal_quantile(plan.power) * test.stderr,
+            seen=detectable_drop_from_se(test.stderr, test.n, level, plan.power),
+            counts=f"{look} repeats against {before}, {test.n} questions",
+            detail={},
+        )
+    is_shown = test.p_value <= level
+    status, seen = Status.FAIL if is_shown else Status.PASS, bounds.seen
+    reason = (
+        f"against the {name}: drop {100 * test.drop:+.2f} points ({bounds.counts}), "
+        f"one-sided p {test.p_value:.4g} {'<=' if is_shown else '>'} {level:.4g}"
+    )
+    if plan.max_drop is not None:
+        seen = min(1.0, seen + plan.max_drop)
+        if not (is_shown and bounds.lower > plan.max_drop):
+            status = Status.PASS if bounds.upper <= plan.max_drop else Status.INCONCLUSIVE
+        reason += (
+            f"; acceptable {100 * plan.max_drop:.2f} points, the drop lies between "
+            f"{100 * bounds.lower:.2f} and {100 * bounds.upper:.2f}"
+        )
     detail: dict[str, object] = {
+        **bounds.detail,
         "reference": name,
         "drop": test.drop,
         "drop_stderr": test.stderr,
+        "drop_bounds": [bounds.lower, bounds.upper],
         "p_sign_flip": test.p_sign_flip,
         "p_stratified": test.p_stratified,
         "level": level,
@@ -150,42 +212,6 @@ def _compare(
         "baseline_repeats": before,
         "pairs": test.n,
     }
-    if look == before == 1:
-        lost, gained = _flips(reference, run)
-        b, c = len(lost), len(gained)
-        noise = plan.noise if plan.noise is not None else (b + c) / test.n
-        detail |= {
-            "lost": lost,
-            "gained": gained,
-            "discordant": (b + c) / test.n,
-            "p_midp": mcnemar_midp(b, c),
-            "detectable_drop_within": smallest_detectable_drop(
-                test.n, (b + c) / test.n, level, plan.power
-            ),
-        }
-        seen = detectable_drop_on_top(test.n, noise, level, plan.power)
-        upper = drop_upper_bound(b, c, test.n, plan.power)
-        counts = f"{b} lost, {c} gained of {test.n}"
-    else:
-        seen = detectable_drop_from_se(test.stderr, test.n, level, plan.power)
-        upper = test.drop + normal_quantile(plan.power) * test.stderr
-        counts = f"{look} repeats against {before}, {test.n} questions"
-    detail["drop_upper_bound"] = upper
-    status = Status.PASS
-    if test.p_value <= level:
-        status = Status.FAIL
-    elif plan.max_drop is not None and upper > plan.max_drop:
-        status = Status.INCONCLUSIVE
-    sign = "<=" if status is Status.FAIL else ">"
-    reason = (
-        f"against the {name}: drop {100 * test.drop:+.2f} points ({counts}), "
-        f"one-sided p {test.p_value:.4g} {sign} {level:.4g}"
-    )
-    if status is Status.INCONCLUSIVE:
-        reason += (
-            f"; a drop of {100 * (plan.max_drop or 0):.2f} points is not ruled out "
-            f"(upper bound {100 * upper:.2f})"
-        )
     return GateOutcome(status, reason, plan.alpha, plan.power, seen, test.p_value, detail)
 
 

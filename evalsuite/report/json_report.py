@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evalsuite.errors import ConfigError
+from evalsuite.errors import ConfigError, Problem
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence
 from evalsuite.files import file_stem, write_text
-from evalsuite.ledger import LedgerRecord
+from evalsuite.ledger import LedgerRecord, encode
 from evalsuite.verdict import Status, Verdict, exit_code
 
 if TYPE_CHECKING:
@@ -117,13 +117,13 @@ def write_ledgers(folder: Path, ledgers: Ledgers) -> Path:
         if not records:
             continue
         ordered = sorted(records, key=lambda record: (record.repeat, record.index))
-        lines = [json.dumps(asdict(record), sort_keys=True) for record in ordered]
-        write_text(folder / ledger_name(job_id), "\n".join(lines) + "\n")
+        text = b"".join(encode(record) for record in ordered).decode("ascii")
+        write_text(folder / ledger_name(job_id), text)
     return folder
 
 
-def read_ledger(path: Path) -> list[LedgerRecord]:
-    """Read one job's questions back.
+def read_questions(path: Path) -> list[LedgerRecord]:
+    """Read one job's questions back; a running ledger's head line is passed over.
 
     Raises:
         ConfigError: A line that is no record, with its number.
@@ -132,9 +132,12 @@ def read_ledger(path: Path) -> list[LedgerRecord]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             data = json.loads(line)
-            data["retry_errors"] = tuple(data.get("retry_errors", ()))
-            data["token_logprobs"] = tuple(data.get("token_logprobs", ()))
+            if "ledger" in data:
+                continue
+            for key in ("retry_errors", "token_logprobs"):
+                data[key] = tuple(data.get(key, ()))
             records.append(LedgerRecord(**data))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}:{number}: not a ledger record: {error}") from error
+            message = f"not a ledger record: {error}"
+            raise ConfigError(Problem("error", message, file=str(path), line=number)) from error
     return records
