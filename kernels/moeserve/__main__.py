@@ -1,0 +1,70 @@
+"""Entry point: `moeserve MODEL ...`, and the subcommands, each imported only when it is called.
+
+Receives argv; returns the exit status (2 for a command line that cannot be meant). Options of the
+server are `args.py`; everything else belongs to the modules named in `_COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from moeserve import __version__
+from moeserve.errors import UsageError
+
+_BENCHES = {
+    "serve": "moeserve.bench.serve",
+    "moe": "moeserve.bench.moe",
+    "router": "moeserve.bench.router",
+    "startup": "moeserve.bench.startup",
+}
+# Each module has `main(argv) -> exit status`.
+_COMMANDS = {"backends": "moeserve.moe.report", "repro": "moeserve.moe.repro"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        print(f"moeserve {__version__}")
+        return 0
+    try:
+        return _dispatch(words)
+    except UsageError as error:
+        print(f"moeserve: {error}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(words: list[str]) -> int:
+    command = words[0] if words else ""
+    if command == "bench":
+        name = words[1] if len(words) > 1 else ""
+        if name not in _BENCHES:
+            close = difflib.get_close_matches(name, _BENCHES, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"bench {name}: want one of {', '.join(_BENCHES)}{hint}")
+        return _run(_BENCHES[name], words[2:])
+    if command in _COMMANDS:
+        return _run(_COMMANDS[command], words[1:])
+    if command == "serve":
+        words = words[1:]
+    from moeserve.args import help_text, parse
+
+    if "--help" in words or "-h" in words or not words:
+        print(help_text())
+        return 0 if words else 2
+    config = parse(words)
+    from moeserve.server.launch import serve
+
+    return serve(config)
+
+
+def _run(module: str, words: list[str]) -> int:
+    status: int = importlib.import_module(module).main(words)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""The command line of `moeserve serve` as data: one row a flag.
+
+`args.py` parses with it, prints `--help` from it, and the table in `docs/server.md` is checked
+against it. Defaults are not here: each row names the dataclass field that holds its default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moeserve.engine.config import DTYPES, LOAD_FORMATS
+
+Kind = Literal["int", "float", "text", "switch", "json", "list"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option.
+
+    Attributes:
+        name: With its dashes; underscores in the user's spelling are taken as dashes.
+        target: Owner and field that it sets: "engine.x", "limits.x" or "server.x".
+        kind: How the value is read; a switch takes none and has a `--no-` form.
+        help: One line.
+        short: Short spelling.
+        choices: The only values allowed.
+        low: Least value of a number.
+        high: Largest value of a number.
+    """
+
+    name: str
+    target: str
+    kind: Kind
+    help: str
+    short: str = ""
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("--host", "server.host", "text", "Address to listen on."),
+    Flag("--port", "server.port", "int", "Port; 0 takes a free one.", low=0, high=65535),
+    Flag("--port-file", "server.port_file", "text", 'File that receives {"port": N}.'),
+    Flag("--served-model-name", "server.served_names", "list", "Names that requests may use."),
+    Flag("--api-key", "server.api_keys", "list", "Keys, one of which a request must carry."),
+    Flag(
+        "--chat-template",
+        "server.chat_template",
+        "text",
+        "Template file or text, in place of the model's.",
+    ),
+    Flag(
+        "--trust-request-chat-template",
+        "server.has_request_templates",
+        "switch",
+        "Render templates that come with a request.",
+    ),
+    Flag(
+        "--generation-config",
+        "server.generation_config",
+        "text",
+        "auto: sampling defaults of the model's generation_config.json; none: OpenAI's.",
+        choices=("auto", "none", "vllm"),
+    ),
+    Flag(
+        "--shutdown-grace-s",
+        "server.shutdown_grace_s",
+        "float",
+        "Open requests may finish for this long.",
+        low=0,
+    ),
+    Flag(
+        "--keep-alive-s",
+        "server.keep_alive_s",
+        "int",
+        "Idle connections are kept this long; longer than clients keep theirs.",
+        low=1,
+    ),
+    Flag(
+        "--log-level",
+        "server.log_level",
+        "text",
+        "Least level that is logged.",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    Flag("--access-log", "server.has_access_log", "switch", "A line for each request."),
+    Flag(
+        "--max-model-len",
+        "engine.max_model_len",
+        "int",
+        "Prompt plus output tokens; 0, -1 or auto: the model's own.",
+        low=-1,
+    ),
+    Flag(
+        "--dtype",
+        "engine.dtype",
+        "text",
+        "Of weights and activations.",
+        choices=(*DTYPES, "half", "float"),
+    ),
+    Flag("--seed", "engine.seed", "int", "Of dummy weights.", low=0),
+    Flag(
+        "--load-format",
+        "engine.load_format",
+        "text",
+        "dummy: random weights.",
+        choices=LOAD_FORMATS,
+    ),
+    Flag("--hf-overrides", "engine.hf_overrides", "json", "Keys laid over config.json."),
+    Flag(
+        "--tensor-parallel-size",
+        "engine.tensor_parallel_size",
+        "int",
+        "Ranks the model is cut over.",
+        short="-tp",
+        low=1,
+    ),
+    Flag(
+        "--data-parallel-size",
+        "engine.data_parallel_size",
+        "int",
+        "Replicas with a batch each.",
+        short="-dp",
+        low=1,
+    ),
+    Flag(
+        "--enable-expert-parallel",
+        "engine.has_expert_parallel",
+        "switch",
+        "Experts spread over all ranks rather than cut.",
+        short="-ep",
+    ),
+    Flag("--enforce-eager", "engine.enforce_eager", "switch", "No CUDA graphs."),
+    Flag(
+        "--moe-backend", "engine.moe_backend", "text", "MoE backend by name; auto asks the oracle."
+    ),
+    Flag("--attention-backend", "engine.attention_backend", "text", "Attention backend by name."),
+    Flag(
+        "--deterministic",
+        "engine.is_deterministic",
+        "switch",
+        "A result does not depend on the batch around it.",
+    ),
+    Flag(
+        "--gpu-memory-utilization",
+        "engine.gpu_memory_utilization",
+        "float",
+        "Share of the GPU's memory.",
+        low=0.01,
+        high=1.0,
+    ),
+    Flag(
+        "--kv-cache-memory-bytes",
+        "engine.kv_cache_memory_bytes",
+        "int",
+        "Bytes of KV cache; 0 is computed.",
+        low=0,
+    ),
+    Flag("--num-gpu-blocks-override", "engine.num_pages", "int", "KV pages; 0 is computed.", low=0),
+    Flag(
+        "--block-size",
+        "engine.page_size",
+        "int",
+        "Tokens a KV page; 0 is the device's default.",
+        low=0,
+    ),
+    Flag("--max-num-seqs", "engine.max_num_seqs", "int", "Sequences in one step.", low=1),
+    Flag(
+        "--max-num-batched-tokens",
+        "engine.max_num_batched_tokens",
+        "int",
+        "Tokens in one step.",
+        low=1,
+    ),
+    Flag(
+        "--enable-prefix-caching",
+        "engine.has_prefix_caching",
+        "switch",
+        "Full pages are shared by content.",
+    ),
+    Flag(
+        "--enable-chunked-prefill",
+        "engine.has_chunked_prefill",
+        "switch",
+        "A prompt may be cut over several steps.",
+    ),
+    Flag(
+        "--num-threads",
+        "engine.num_threads",
+        "int",
+        "CPU threads of the engine; 0 is chosen.",
+        low=0,
+    ),
+    Flag(
+        "--device",
+        "engine.device",
+        "text",
+        "Where the engine runs.",
+        choices=("auto", "cpu", "cuda"),
+    ),
+    Flag("--max-body-bytes", "limits.max_body_bytes", "int", "Bytes of a request body.", low=1024),
+    Flag("--body-timeout-s", "limits.body_timeout_s", "float", "Time for a body.", low=0.1),
+    Flag("--header-timeout-s", "limits.header_timeout_s", "float", "Time for headers.", low=0.1),
+    Flag("--max-headers", "limits.max_headers", "int", "Header lines.", low=8),
+    Flag("--max-header-bytes", "limits.max_header_bytes", "int", "Bytes of headers.", low=1024),
+    Flag("--max-prompts", "limits.max_prompts", "int", "Prompts in one request.", low=1),
+    Flag("--max-n", "limits.max_n", "int", "Choices a prompt.", low=1),
+    Flag("--max-best-of", "limits.max_best_of", "int", "Candidates a prompt.", low=1),
+    Flag(
+        "--max-sequences",
+        "limits.max_sequences",
+        "int",
+        "Prompts times candidates of a request.",
+        low=1,
+    ),
+    Flag("--max-logprobs", "limits.max_logprobs", "int", "Alternatives a position.", low=0),
+    Flag("--max-stop", "limits.max_stop", "int", "Stop strings of a request.", low=1),
+    Flag("--max-stop-chars", "limits.max_stop_chars", "int", "Characters of a stop string.", low=1),
+    Flag("--max-logit-bias", "limits.max_logit_bias", "int", "Entries of logit_bias.", low=1),
+    Flag(
+        "--max-queue",
+        "limits.max_queue",
+        "int",
+        "Unfinished sequences of all requests; beyond it 429.",
+        low=1,
+    ),
+    Flag(
+        "--template-timeout-s",
+        "limits.template_timeout_s",
+        "float",
+        "Time for a chat template.",
+        low=0.05,
+    ),
+    Flag(
+        "--max-template-chars",
+        "limits.max_template_chars",
+        "int",
+        "Characters that a chat template may make.",
+        low=1,
+    ),
+)
+
+# Flags of the field's that mean here what they can only mean: the values listed.
+NEUTRAL_FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "--pipeline-parallel-size": (("1",), "pipeline parallelism is not implemented"),
+    "--kv-cache-dtype": (("auto",), "the KV cache has the model's own type"),
+    "--quantization": (("none",), "weights are served unquantized"),
+    "--linear-backend": (("auto",), "dense layers have one implementation"),
+    "--all2all-backend": (
+        ("allgather_reducescatter", "naive"),
+        "tokens move between ranks by all-gather and reduce-scatter",
+    ),
+    "--tokenizer-mode": (("auto", "hf"), "the tokenizers library reads tokenizer.json"),
+    "--distributed-executor-backend": (("mp",), "ranks are processes of one host"),
+    "--data-parallel-backend": (("mp",), "ranks are processes of one host"),
+    "--scheduling-policy": (("fcfs",), "requests are served in order of arrival"),
+    "--runner": (("auto", "generate"), "this server only generates"),
+    "--task": (("auto", "generate"), "this server only generates"),
+    "--model-impl": (("auto",), "models are the ones of this package"),
+    "--nnodes": (("1",), "ranks are processes of one host"),
+}
+NEUTRAL_SHORT: dict[str, str] = {"-pp": "--pipeline-parallel-size", "-q": "--quantization"}
+
+# Switches of the field's without a value that change nothing here, and why.
+ACCEPTED_SWITCHES: dict[str, str] = {
+    "--trust-remote-code": "no code of a model folder is ever run, with or without it",
+    "--disable-log-requests": "requests are not logged",
+    "--no-enable-log-requests": "requests are not logged",
+    "--disable-log-stats": "figures are at /metrics and not in the log",
+    "--disable-custom-all-reduce": "there is no custom all-reduce",
+    "--disable-frontend-multiprocessing": "the engine always has a process of its own",
+    "--enable-prompt-tokens-details": "cached tokens are always reported in usage",
+    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
+    "--enable-server-load-tracking": "figures are at /metrics",
+}
+
+# Flags of the field's that this server does not have, and why.
+REFUSED_FLAGS: dict[str, str] = {
+    "--speculative-config": "speculative decoding is not implemented",
+    "--compilation-config": "models are not compiled; CUDA graphs are on unless --enforce-eager",
+    "--attention-config": "use --attention-backend",
+    "--eplb-config": "experts are placed linearly and never moved",
+    "--enable-eplb": "experts are placed linearly and never moved",
+    "--enable-lora": "adapters are not implemented",
+    "--lora-modules": "adapters are not implemented",
+    "--tokenizer": "the tokenizer is the model folder's tokenizer.json",
+    "--revision": "name the snapshot's folder as MODEL",
+    "--tokenizer-revision": "name the snapshot's folder as MODEL",
+    "--download-dir": "nothing is downloaded; name the model's folder as MODEL",
+    "--swap-space": "preempted sequences are computed again, not swapped",
+    "--cpu-offload-gb": "weights are not offloaded",
+    "--reasoning-parser": "replies are not parsed",
+    "--tool-call-parser": "tools are not implemented",
+    "--enable-auto-tool-choice": "tools are not implemented",
+    "--guided-decoding-backend": "guided decoding is not implemented",
+    "--structured-outputs-config": "guided decoding is not implemented",
+    "--kv-transfer-config": "KV transfer is not implemented",
+    "--jit-monitor-mode": "there is no JIT monitor",
+    "--ssl-keyfile": "put a TLS proxy in front",
+    "--ssl-certfile": "put a TLS proxy in front",
+    "--root-path": "put a proxy in front",
+    "--headless": "ranks are processes of one host",
+    "--data-parallel-address": "ranks are processes of one host",
+    "--data-parallel-rank": "ranks are processes of one host",
+    "--enable-dbo": "dual-batch overlap is not implemented",
+    "--enable-sleep-mode": "sleep mode is not implemented",
+    "--limit-mm-per-prompt": "only text is served",
+    "--middleware": "no code is loaded by name",
+    "--api-server-count": "one process serves HTTP",
+    "--uds": "listen on --host and --port",
+}
+
+# Environment switches that the oracle honours; handed on in `EngineConfig.env`.
+ENV_SWITCHES: tuple[str, ...] = (
+    "VLLM_USE_FLASHINFER_MOE_FP16",
+    "VLLM_FLASHINFER_MOE_BACKEND",
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_ROCM_USE_AITER_MOE",
+)

@@ -1,0 +1,271 @@
+"""Starts and ends the server: socket, engine, uvicorn, signals, exit code.
+
+Receives a `ServeConfig`; returns the exit status. The socket listens before the model is loaded,
+so the port is known at once (`--port-file`, log) and `/health` says 503 until the engine is ready.
+The first SIGTERM or SIGINT ends gracefully, the second at once; an engine that dies ends the
+server with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from moeserve.args import ServeConfig
+from moeserve.engine.client import EngineClient
+from moeserve.engine.config import EngineConfig
+from moeserve.errors import MoeserveError
+from moeserve.presets import is_preset
+from moeserve.server.app import build_app
+from moeserve.server.chat import ChatTemplate
+from moeserve.server.http_guard import bounded_protocol
+from moeserve.server.params import ModelContext
+from moeserve.server.service import Service
+from moeserve.server.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+
+logger = logging.getLogger("moeserve.server")
+StartEngine = Callable[[EngineConfig], Awaitable[EngineClient]]
+# Replies to sequences that were ended by force still have to reach their clients.
+_FLUSH_S = 5.0
+_WATCH_INTERVAL_S = 0.25
+_DEFAULTS_READ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the launcher has the signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one.
+
+    Raises:
+        OSError: The address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP, or asyncio leaves Nagle's algorithm on: 40 ms a request.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(4096)
+    except OSError:
+        sock.close()
+        raise
+    sock.set_inheritable(False)
+    return sock
+
+
+def write_port_file(path: Path, port: int) -> None:
+    """Write `{"port": N}` so that a reader sees either nothing or all of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps({"port": port}) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def serve(config: ServeConfig, start: StartEngine | None = None) -> int:
+    """Run the server until it is told to end; return its exit status.
+
+    Args:
+        config: All options.
+        start: Starts the engine; None is `engine.process.start_engine`.
+    """
+    _log_to_stderr(config)
+    for note in config.notes:
+        logger.info("%s", note)
+    try:
+        sock = listen(config.host, config.port)
+    except (OSError, OverflowError) as error:
+        logger.error("cannot listen on %s:%d: %s", config.host, config.port, error)
+        return 1
+    port = sock.getsockname()[1]
+    if config.port_file:
+        write_port_file(Path(config.port_file), port)
+    logger.info("listening on http://%s:%d", config.host, port)
+    return asyncio.run(_Launcher(config, sock, start).run())
+
+
+def uvicorn_config(service: Service) -> uvicorn.Config:
+    """Return the options of the HTTP side."""
+    config = service.config
+    return uvicorn.Config(
+        build_app(service),
+        http=bounded_protocol(config.limits.header_timeout_s),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        access_log=config.has_access_log,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=int(config.shutdown_grace_s + _FLUSH_S) + 1,
+        h11_max_incomplete_event_size=config.limits.max_header_bytes,
+        backlog=4096,
+    )
+
+
+class _Launcher:
+    """One run of the server."""
+
+    def __init__(
+        self, config: ServeConfig, sock: socket.socket, start: StartEngine | None = None
+    ) -> None:
+        self._config = config
+        self._start = start
+        self._sock = sock
+        self._service = Service(config)
+        self._engine: EngineClient | None = None
+        self._exit_status = 0
+        self._stop = asyncio.Event()
+        self._num_signals = 0
+        self._uvicorn = HttpServer(uvicorn_config(self._service))
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
+        life = asyncio.create_task(self._live())
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({http, life, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await self._shut_down(life, http)
+        stopped.cancel()
+        logger.info("ended with status %d", self._exit_status)
+        return self._exit_status
+
+    async def _live(self) -> None:
+        """Load the engine, serve, and watch it; returns when there is nothing more to serve."""
+        try:
+            await self._load()
+        except (MoeserveError, OSError, ValueError) as error:
+            self._fail(f"the model could not be loaded: {error}")
+            return
+        # The engine is another process: its death is seen by asking, not by an event.
+        while self._engine is not None and self._engine.is_alive():  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+        if not self._stop.is_set():
+            self._fail("the engine has ended")
+
+    def _fail(self, message: str) -> None:
+        logger.error("%s", message)
+        self._service.status = "failed"
+        self._exit_status = 1
+
+    async def _load(self) -> None:
+        start_engine = self._start
+        if start_engine is None:
+            from moeserve.engine.process import start_engine
+
+        start = time.perf_counter()
+        config = self._config
+        logger.info("loading %s", config.engine.model)
+        starting = asyncio.create_task(start_engine(config.engine))
+        try:
+            tokenizer = await asyncio.to_thread(tokenizer_of, config)
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+        self._engine = engine = await starting
+        if not tokenizer.table:
+            tokenizer = byte_tokenizer(engine.info.vocab_size)
+        context = ModelContext(engine.info, tokenizer, config.limits, sampling_defaults_of(config))
+        template = chat_template_of(config, tokenizer)
+        chat = ChatTemplate(template, tokenizer.names, config.limits)
+        self._service.ready(engine, context, chat)
+        logger.info(
+            "ready after %.1f s: %s, context %d tokens, %d KV pages of %d tokens",
+            time.perf_counter() - start,
+            ", ".join(config.served_names),
+            engine.info.max_model_len,
+            engine.info.num_pages,
+            engine.info.page_size,
+        )
+
+    def _on_signal(self, number: int) -> None:
+        self._num_signals += 1
+        name = signal.Signals(number).name
+        if self._num_signals == 1:
+            logger.info("%s: stopping; %d sequences are open", name, self._service.num_open)
+            self._stop.set()
+        else:
+            logger.info("%s again: stopping at once", name)
+            self._uvicorn.force_exit = True
+            if self._engine is not None:
+                self._hurry = asyncio.ensure_future(self._engine.shutdown(0.0))
+
+    async def _shut_down(self, life: asyncio.Task[None], http: asyncio.Task[None]) -> None:
+        """Refuse new work, let open requests end, then end the engine and the HTTP side."""
+        if self._service.status != "failed":
+            self._service.status = "stopping"
+        self._uvicorn.should_exit = True
+        if not life.done() and self._engine is None:
+            life.cancel()  # still loading
+            await asyncio.gather(life, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.shutdown(self._config.shutdown_grace_s)
+        await asyncio.gather(http, return_exceptions=True)
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        await self._service.close()
+
+
+def tokenizer_of(config: ServeConfig) -> Tokenizer:
+    """Return the model's tokenizer; one without a table for a preset that has no folder."""
+    folder = Path(config.engine.model)
+    if folder.is_dir():
+        return load_tokenizer(folder)
+    if is_preset(config.engine.model):
+        logger.warning("%s has no tokenizer: text is sent as its bytes", config.engine.model)
+        return Tokenizer(encoder=None, table=())
+    raise MoeserveError(f"{config.engine.model}: neither a folder nor a preset")
+
+
+def chat_template_of(config: ServeConfig, tokenizer: Tokenizer) -> str:
+    """Return the template in force: the command line's, a file or a text, else the model's."""
+    given = config.chat_template
+    if not given:
+        return tokenizer.chat_template
+    # A template is told from a path by its braces.
+    if "{" not in given:
+        return Path(given).read_text(encoding="utf-8")
+    return given
+
+
+def sampling_defaults_of(config: ServeConfig) -> dict[str, float]:
+    """Return the values of generation_config.json for fields that a request leaves out."""
+    path = Path(config.engine.model) / "generation_config.json"
+    if config.generation_config != "auto" or not path.is_file():
+        return {}
+    document = json.loads(path.read_text(encoding="utf-8"))
+    # `do_sample: false` would make a temperature meaningless, so only what is meant is taken.
+    found = {name: document[name] for name in _DEFAULTS_READ if document.get(name) is not None}
+    if document.get("max_new_tokens") is not None:
+        found["max_tokens"] = document["max_new_tokens"]
+    defaults = {name: float(value) for name, value in found.items()}
+    if defaults:
+        logger.info("sampling defaults of the model (--generation-config none): %s", defaults)
+    return defaults
+
+
+def _log_to_stderr(config: ServeConfig) -> None:
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("uvicorn.error").setLevel("WARNING")
+    if not config.has_access_log:
+        logging.getLogger("uvicorn.access").setLevel("WARNING")

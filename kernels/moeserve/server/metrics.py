@@ -1,0 +1,118 @@
+"""Figures of the server for Prometheus, under the names that the field scrapes.
+
+Receives timings of sequences from `sequences.py` and reads the engine's counters when it is asked;
+returns the text of `/metrics`. Names that begin with `vllm:` mean what they mean there; `moeserve:`
+names are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from moeserve.engine.client import EngineStats
+from moeserve.server.sequences import Choice
+
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
+                  7.5, 10.0, 20.0, 40.0, 80.0, 160.0)  # fmt: skip
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+            1.0, 2.5, 5.0, 10.0)  # fmt: skip
+_REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0,
+              50.0, 60.0, 120.0, 240.0, 480.0, 960.0)  # fmt: skip
+_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+
+# (name, help, field of EngineStats)
+_GAUGES = (
+    ("vllm:num_requests_running", "Sequences in the batch.", "num_running"),
+    ("vllm:num_requests_waiting", "Sequences in the queue.", "num_waiting"),
+    ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", "cache_usage"),
+)
+_COUNTERS = (
+    ("vllm:num_preemptions", "Sequences that gave their pages back.", "num_preemptions"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "prefix_query_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found.", "prefix_hit_tokens"),
+    ("moeserve:padding_rows", "Rows of padding run through the model.", "padding_rows"),
+    ("moeserve:nan_rows", "Router rows with a NaN.", "nan_rows"),
+    ("moeserve:steps", "Engine steps.", "num_steps"),
+)
+
+
+class Metrics:
+    """All figures of one server; an `Observer` of sequences.
+
+    Args:
+        model_name: Label of every figure.
+        read_stats: Returns the engine's counters, None while there is no engine.
+    """
+
+    def __init__(self, model_name: str, read_stats: Callable[[], EngineStats | None]) -> None:
+        self._read_stats = read_stats
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=self._registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
+            return family.labels(model_name)
+
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.").labels(model_name)
+        self._output_tokens = counter("vllm:generation_tokens", "Tokens made.").labels(model_name)
+        self._success = counter("vllm:request_success", "Sequences ended.", "finished_reason")
+        self._failures = counter("moeserve:request_failure", "Requests that failed.", "status")
+        self._disconnects = counter("moeserve:client_disconnects", "Clients gone.").labels(
+            model_name
+        )
+        self._first = histogram("vllm:time_to_first_token_seconds", "", _FIRST_TOKEN_S)
+        self._inter = histogram("vllm:inter_token_latency_seconds", "", _TOKEN_S)
+        self._per_output = histogram("vllm:time_per_output_token_seconds", "", _TOKEN_S)
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "", _REQUEST_S)
+        self._prompt_lengths = histogram("vllm:request_prompt_tokens", "", _LENGTHS)
+        self._output_lengths = histogram("vllm:request_generation_tokens", "", _LENGTHS)
+
+    def first_token(self, seconds: float) -> None:
+        """Count the time to a first token."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, num_tokens: int) -> None:
+        """Count the time between two events of a sequence, shared by its tokens."""
+        for _ in range(num_tokens):
+            self._inter.observe(seconds / num_tokens)
+            self._per_output.observe(seconds / num_tokens)
+
+    def finished(self, choice: Choice, seconds: float) -> None:
+        """Count a sequence that ended."""
+        self._whole.observe(seconds)
+        self._prompt_tokens.inc(len(choice.prompt.ids))
+        self._output_tokens.inc(choice.num_tokens)
+        self._prompt_lengths.observe(len(choice.prompt.ids))
+        self._output_lengths.observe(choice.num_tokens)
+        self._success.labels(self._model_name, choice.finish_reason or "").inc()
+
+    def failed(self, status: int) -> None:
+        """Count a request that was answered with an error."""
+        self._failures.labels(self._model_name, str(status)).inc()
+
+    def disconnected(self) -> None:
+        """Count a client that went away before its answer."""
+        self._disconnects.inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the engine's counters; called by the registry."""
+        stats = self._read_stats() or EngineStats()
+        for name, text, field in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], float(getattr(stats, field)))
+            yield gauge
+        for name, text, field in _COUNTERS:
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], float(getattr(stats, field)))
+            yield family
+
+    def text(self) -> bytes:
+        """Return the exposition text."""
+        return bytes(generate_latest(self._registry))

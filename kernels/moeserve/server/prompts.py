@@ -1,0 +1,155 @@
+"""The `prompt` field and chat messages → `Prompt`s, encoded off the event loop where it is long.
+
+Receives parsed values; returns ids with the text they came from, or raises `BadRequest`. Templates
+are rendered by `chat.py`; the length of prompt plus output is checked by `Job.sampling_of`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from moeserve.errors import BadRequest
+from moeserve.server.fields import check_token_id
+from moeserve.server.params import ModelContext, Prompt
+from moeserve.server.protocol import shorten
+
+# Texts longer than this (about a millisecond of work) are encoded in a thread.
+_INLINE_CHARS = 2048
+_WANT = "a string, an array of strings, an array of token ids or an array of such arrays"
+
+
+async def read_prompts(
+    given: object, context: ModelContext, adds_special: bool, truncate: int | None = None
+) -> tuple[Prompt, ...]:
+    """Return the prompts of a completion, in order.
+
+    Args:
+        given: The field as it was sent.
+        context: Vocabulary, tokenizer and limits.
+        adds_special: Whether text gets the tokenizer's special tokens (a start token, say).
+        truncate: Keep this many tokens from the end; -1 is the context's length.
+
+    Raises:
+        BadRequest: Not one of the four forms, empty, mixed, too many, or an id out of range.
+    """
+    raw = _split(given, context)
+    prompts = []
+    for item in raw:
+        if isinstance(item, str):
+            ids = await encode(item, context, adds_special)
+            prompts.append(Prompt(tuple(ids), item))
+        else:
+            prompts.append(Prompt(tuple(item)))
+    if truncate is not None:
+        prompts = [_truncated(prompt, truncate, context.info.max_model_len) for prompt in prompts]
+    for prompt in prompts:
+        if not prompt.ids:
+            raise BadRequest("prompt: empty; want at least one token", "prompt")
+    return tuple(prompts)
+
+
+async def encode(text: str, context: ModelContext, adds_special: bool) -> list[int]:
+    """Return the ids of a text.
+
+    Raises:
+        BadRequest: So long that it cannot fit into the context, whatever its tokens are.
+    """
+    tokenizer, limit = context.tokenizer, context.info.max_model_len
+    least = len(text) // context.tokenizer.longest_chars
+    if least > limit:
+        raise BadRequest(
+            f"This model's maximum context length is {limit} tokens, but the prompt has "
+            f"{len(text)} characters, at least {least} tokens",
+            "prompt",
+        )
+    if len(text) <= _INLINE_CHARS:
+        return tokenizer.encode(text, adds_special)
+    return await asyncio.to_thread(tokenizer.encode, text, adds_special)
+
+
+def _split(given: object, context: ModelContext) -> list[Any]:
+    """Bring the four forms to a list of texts and lists of checked ids."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list):
+        raise BadRequest(f"prompt: want {_WANT}, got {shorten(given)}", "prompt")
+    if not given:
+        raise BadRequest("prompt: an empty array; want at least one prompt", "prompt")
+    if type(given[0]) is int:
+        _check_ids(given, context)
+        return [given]
+    most = context.limits.max_prompts
+    if len(given) > most:
+        raise BadRequest(f"prompt: at most {most} prompts, got {len(given)}", "prompt")
+    kind = type(given[0])
+    for item in given:
+        if type(item) is not kind or kind not in (str, list):
+            raise BadRequest(f"prompt: want {_WANT}, got {shorten(item)} in an array", "prompt")
+        if kind is list:
+            _check_ids(item, context)
+    return given
+
+
+def _check_ids(ids: list[Any], context: ModelContext) -> None:
+    if not ids:
+        raise BadRequest("prompt: an empty array of token ids", "prompt")
+    vocab = context.info.vocab_size
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab:
+            check_token_id(token_id, vocab, "prompt")
+
+
+def _truncated(prompt: Prompt, keep: int, max_model_len: int) -> Prompt:
+    if keep == -1:
+        keep = max_model_len
+    if not 1 <= keep <= max_model_len:
+        name = "truncate_prompt_tokens"
+        raise BadRequest(f"{name}: want -1 or 1 to {max_model_len}, got {shorten(keep)}", name)
+    if len(prompt.ids) <= keep:
+        return prompt
+    return Prompt(prompt.ids[-keep:])
+
+
+def read_messages(given: object) -> list[dict[str, object]]:
+    """Return chat messages with text contents.
+
+    Raises:
+        BadRequest: Not a non-empty array of messages, or a part that is not text.
+    """
+    if not isinstance(given, list) or not given:
+        raise BadRequest("messages: want a non-empty array", "messages")
+    return [_message(item, place) for place, item in enumerate(given)]
+
+
+def _message(item: object, place: int) -> dict[str, object]:
+    where = f"messages[{place}]"
+    if not isinstance(item, dict):
+        raise BadRequest(f"{where}: want an object, got {shorten(item)}", "messages")
+    for name, value in item.items():
+        if name in ("role", "content"):
+            continue
+        is_neutral = value is None or value == [] or (name == "name" and isinstance(value, str))
+        if not is_neutral:
+            raise BadRequest(f"{where}.{shorten(name)}: not supported", "messages")
+    role = item.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= 64:
+        raise BadRequest(f"{where}.role: want a string, got {shorten(role)}", "messages")
+    message: dict[str, object] = {"role": role, "content": _content(item.get("content"), where)}
+    if isinstance(item.get("name"), str):
+        message["name"] = item["name"]
+    return message
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}.content: want text, got {shorten(content)}", "messages")
+    texts = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") in ("text", "input_text")
+        if not is_text or not isinstance(part.get("text"), str):
+            raise BadRequest(f"{where}.content: only parts of type text are served", "messages")
+        texts.append(part["text"])
+    return "\n".join(texts)
