@@ -16,6 +16,9 @@ from evalsuite.server_args import flag_values
 # Share of memory that vLLM and moeserve use unless told otherwise.
 DEFAULT_UTILIZATION = 0.9
 _UTILIZATION_FLAGS = ("--gpu-memory-utilization", "--mem-fraction-static")
+_BACKEND_FLAGS = ("--moe-backend", "--moe-runner-backend")
+# Backends whose kernels exist for one family of chips only: what its name must begin with.
+_BACKEND_ARCH = {"flashinfer_trtllm": "sm10", "flashinfer_cutedsl": "sm10", "aiter": "gfx"}
 # Less than this share of the memory left for KV cache and activations is too little to batch.
 _THIN_SHARE = 0.05
 
@@ -61,6 +64,14 @@ def check_capacity(
             "error",
             f"{layout} needs {layout.num_gpus} GPUs; a node of pool {pool.name} has "
             f"{pool.num_gpus}; lower a size or list it for another pool",
+        )
+    asked = [value for value in flag_values(config.server_args, _BACKEND_FLAGS) if value]
+    arch = _BACKEND_ARCH.get(asked[-1], "") if asked else ""
+    if not pool.arch.startswith(arch):
+        return problem(
+            "error",
+            f"backend {asked[-1]} has kernels for {arch}* only; pool {pool.name} is {pool.arch}; "
+            "list it for another pool",
         )
     weights = weights_gib_per_gpu(config, layout)
     if weights is None:

@@ -19,6 +19,8 @@ from evalsuite.names import closest
 from evalsuite.yaml_loader import read_text
 
 YAML_SUFFIXES = (".yaml", ".yml")
+# How lists are named; any other text file of a suite is none of ours.
+LIST_PATTERNS = ("config*.txt", "models*.txt")
 _GLOB = re.compile(r"[*?\[]")
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 
@@ -78,8 +80,13 @@ def configs_root(option: str | Path | None = None, cwd: Path | None = None) -> P
     raise ConfigError("no folder of configs; name one with --configs-root")
 
 
+def list_files(folder: Path) -> list[Path]:
+    """The lists of one folder, by name."""
+    return sorted({path for pattern in LIST_PATTERNS for path in folder.glob(pattern)})
+
+
 def _has_lists(root: Path) -> bool:
-    return any(root.glob("config-*.txt")) or any(root.glob("*/config-*.txt"))
+    return root.is_dir() and bool(suite_folders(root))
 
 
 def hardware_file(root: Path) -> Path:
@@ -93,11 +100,9 @@ def hardware_file(root: Path) -> Path:
 
 
 def suite_folders(root: Path) -> list[Path]:
-    """Folders that hold lists or YAMLs: those below the root, or the root if it is a suite."""
-    folders = [root] if any(root.glob("*.txt")) else []
-    return folders + sorted(
-        path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
-    )
+    """Folders below the root (and the root itself) that hold a list."""
+    folders = [root, *(path for path in root.iterdir() if path.is_dir())]
+    return sorted(path for path in folders if list_files(path))
 
 
 def suite_name(folder: Path, root: Path) -> str:
@@ -126,7 +131,7 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
             if path.is_file():
                 return [_read_any(path, root)]
         if Path(value).is_dir():
-            found = sorted(path.name for path in Path(value).glob("*.txt"))
+            found = [path.name for path in list_files(Path(value))]
             raise ConfigError(
                 Problem("error", f"is a folder; name one of its lists: {_names(found)}", value)
             )
@@ -134,7 +139,7 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
     found_paths = [f / value for f in suite_folders(root) if (f / value).is_file()]
     if found_paths:
         return [_read_any(path, root) for path in found_paths]
-    known = sorted({path.name for f in suite_folders(root) for path in f.glob("*.txt")})
+    known = sorted({path.name for f in suite_folders(root) for path in list_files(f)})
     known_yamls = {path.name for f in suite_folders(root) for path in f.glob("*.yaml")}
     near = closest(value, [*known, *known_yamls])
     raise ConfigError(

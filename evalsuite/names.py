@@ -1,8 +1,7 @@
 """Names that are discovered from folders, and the closest one to a misspelling.
 
-An engine or an evaluator is one file of its folder; its name is the file's, with `_` as `-`
-where the field writes it so, and it is not imported to learn that. A task's file names its
-tasks itself (`evalsuite.tasks`).
+An engine or an evaluator is one file of its folder, which is not imported to learn its name.
+A task's file names its tasks itself (`evalsuite.tasks`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,12 @@ _MARKS = {
     "engine": re.compile(r"^ENGINE\b", re.MULTILINE),
     "evaluator": re.compile(r"^(?:EVALUATOR\b|(?:async )?def evaluate\b)", re.MULTILINE),
 }
-# How the field writes a name that is no Python identifier.
-_FIELD_SPELLING = {"lm_eval": "lm-eval"}
+# What makes a file of such a folder an engine or an evaluator, and not a helper; an evaluator
+# writes its name down, because the field's `lm-eval` is no Python identifier.
+_MARKS = {
+    "engine": re.compile(r"^ENGINE\b()", re.MULTILINE),
+    "evaluator": re.compile(r"^NAME(?:: \w+)? = \"([\w-]+)\"", re.MULTILINE),
+}
 
 
 @cache
@@ -31,11 +34,12 @@ def known(kind: str) -> tuple[str, ...]:
         from evalsuite import tasks
 
         return tuple(tasks.names())
-    return tuple(
-        _FIELD_SPELLING.get(path.stem, path.stem)
-        for path in sorted((_PACKAGE / _FOLDERS[kind]).glob("*.py"))
-        if _MARKS[kind].search(path.read_text(encoding="utf-8"))
-    )
+    found = []
+    for path in sorted((_PACKAGE / _FOLDERS[kind]).glob("*.py")):
+        mark = _MARKS[kind].search(path.read_text(encoding="utf-8"))
+        if mark:
+            found.append(mark.group(1) or path.stem)
+    return tuple(found)
 
 
 def check_known(kind: str, value: str) -> None:
@@ -45,7 +49,7 @@ def check_known(kind: str, value: str) -> None:
         ValueError: With the closest name and the list of known ones.
     """
     valid = known(kind)
-    if valid and value not in valid:
+    if value not in valid:
         raise ValueError(f"{value!r} is no {kind}{suggestion(value, valid)}")
 
 
