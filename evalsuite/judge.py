@@ -252,5 +252,10 @@ def _with_numbers(
         alpha=outcome.alpha,
         power=outcome.power,
         p_value=outcome.p_value,
-        detail={**outcome.detail, "accuracy_bounds": [low, high]},
+        detail={
+            **outcome.detail,
+            "accuracy_bounds": [low, high],
+            "model_name": job.config.model_name,
+            "num_fewshot": job.config.num_fewshot,
+        },
     )

@@ -1,7 +1,7 @@
 """Verdicts and ledgers -> files of one run folder, each format one module.
 
 Receives the run folder, verdicts, ledgers and `RunMeta`; writes `results.json`,
-`questions/<job>.jsonl`, `junit.xml` and `summary.md`. The terminal table is
+`questions/<job>.jsonl`, `junit.xml`, `summary.md` and `report.html`. The terminal table is
 `terminal.py`; what a verdict is, `verdict.py`.
 """
 
@@ -79,12 +79,13 @@ def write_all(
     Returns:
         Format name -> path of the file written ("questions" -> their folder).
     """
-    from evalsuite.report import json_report, junit, markdown
+    from evalsuite.report import html, json_report, junit, markdown
 
     run_dir.mkdir(parents=True, exist_ok=True)
     return {
         "json": json_report.write(run_dir / "results.json", verdicts, meta),
         "questions": json_report.write_ledgers(run_dir / "questions", ledgers),
         "junit": junit.write(run_dir / "junit.xml", verdicts, meta),
+        "html": html.write(run_dir / "report.html", verdicts, ledgers, meta),
         "markdown": markdown.write(run_dir / "summary.md", verdicts, meta),
     }

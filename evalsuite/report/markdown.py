@@ -23,7 +23,7 @@ from evalsuite.verdict import Status, Verdict
 if TYPE_CHECKING:
     from evalsuite.report import RunMeta
 
-_HEADER = (
+HEADER = (
     "job",
     "verdict",
     "accuracy",
@@ -58,13 +58,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _row(verdict: Verdict) -> list[str]:
+def verdict_cells(verdict: Verdict) -> list[str]:
+    """Cells of one verdict after its name and status, in the order of `HEADER`."""
     drop = points(verdict.detectable_drop)
     if verdict.detectable_drop is not None and verdict.power is not None:
         drop += f" at {verdict.power:.0%}"
     return [
-        verdict.job_id,
-        verdict.status.value,
         accuracy_cell(verdict),
         interval_cell(verdict),
         "-" if verdict.floor is None else f"{verdict.floor:g}",
@@ -76,16 +75,21 @@ def _row(verdict: Verdict) -> list[str]:
     ]
 
 
-def render(verdicts: Sequence[Verdict], meta: RunMeta) -> str:
-    """Return the whole summary."""
+def summary_line(verdicts: Sequence[Verdict]) -> str:
+    """How many jobs ended how."""
     counts = [
         f"{sum(verdict.status is status for verdict in verdicts)} {status}"
         for status in Status
         if any(verdict.status is status for verdict in verdicts)
     ]
+    return ", ".join(counts) or "no job ran"
+
+
+def render(verdicts: Sequence[Verdict], meta: RunMeta) -> str:
+    """Return the whole summary."""
     parts = [
-        f"## Accuracy: {', '.join(counts) or 'no job ran'}",
-        table(_HEADER, [_row(verdict) for verdict in verdicts]),
+        f"## Accuracy: {summary_line(verdicts)}",
+        table(HEADER, [[v.job_id, v.status.value, *verdict_cells(v)] for v in verdicts]),
     ]
     for verdict in verdicts:
         if verdict.status is Status.PASS and not verdict.warnings:

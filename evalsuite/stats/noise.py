@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
+from evalsuite.stats.proportion import normal_quantile
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -41,6 +43,15 @@ class Noise:
 def sigma_from_discordance(discordant: float, n: int) -> float:
     """sqrt(D / 2n): two runs of one build differ by twice one run's variance."""
     return math.sqrt(discordant / (2 * n))
+
+
+def tolerance_for(alpha: float, sigma_run: float, n: int) -> float:
+    """Tolerance below the true accuracy at which an unchanged build fails at rate `alpha`.
+
+    z sigma plus half a question: right answers come whole, and without it the rate would be
+    above alpha.
+    """
+    return normal_quantile(1 - alpha) * sigma_run + 0.5 / n
 
 
 def measure_noise(repeats: Sequence[Sequence[bool]]) -> Noise:
