@@ -1,1 +1,1 @@
-"""Layers of the models: parameters and forward, each with the batch as an argument."""
+"""Building blocks of the models: each receives [T, H] and the step's batch, returns [T, H]."""

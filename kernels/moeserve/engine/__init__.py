@@ -1,0 +1,1 @@
+"""The step loop: requests in, token events out, over one process boundary."""

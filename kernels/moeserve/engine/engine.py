@@ -1,0 +1,319 @@
+"""The step loop's body: schedule, run, finish.
+
+Receives `Request`s, returns `StepOutput`s. `Engine.step` is the only place that schedules, runs
+the model and finishes sequences. `process.py` runs it in its own process; tests call it directly.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from moeserve.engine.batch import ForwardBatch, forward_batch
+from moeserve.engine.client import EngineInfo, EngineStats
+from moeserve.engine.config import EngineConfig
+from moeserve.engine.kv_cache import PagePool
+from moeserve.engine.request import FinishReason, Logprob, Request, TokenEvent
+from moeserve.engine.scheduler import Scheduler, StepPlan
+from moeserve.engine.sequence import Sequence
+from moeserve.engine.startup import start
+from moeserve.runner.model_runner import LOGITS_ROWS
+from moeserve.runner.sampler import Sampled, sample, score_tokens
+
+logger = logging.getLogger(__name__)
+NOT_FINITE = "the model produced no finite logits for this request"
+
+
+@dataclass
+class StepOutput:
+    """What one step has to say, most of it as two flat lists.
+
+    Attributes:
+        ids: Requests with one plain new token.
+        tokens: That token.
+        events: Everything else: first tokens, log-probabilities, ends.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+
+    def all_events(self) -> list[TokenEvent]:
+        """Everything as events, plain tokens first."""
+        plain = [TokenEvent(i, (t,)) for i, t in zip(self.ids, self.tokens, strict=True)]
+        return plain + self.events
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.events)
+
+
+class Engine:
+    """One rank's scheduler, runner and sequences."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = start(config)
+        self.config = started.config
+        self.runner = started.runner
+        self.limits = started.limits
+        self.pool = PagePool(
+            self.runner.num_pages, self.runner.attention.page_size, config.has_prefix_caching
+        )
+        self.scheduler = Scheduler(self.limits, self.pool)
+        self._sequences: dict[str, Sequence] = {}
+        self._pending: list[TokenEvent] = []
+        self._plan = StepPlan([], [])
+        self._arrivals = 0
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or say anything."""
+        return bool(self._sequences or self._pending)
+
+    def info(self, load_s: float = 0.0) -> EngineInfo:
+        """What the front needs to know."""
+        runner, plan = self.runner, self.runner.moe_plan
+        moe: dict[str, object] = {}
+        if plan is not None:
+            moe = {
+                "backend": plan.primary,
+                "ranges": [{"max_tokens": t, "backend": name} for t, name in plan.ranges],
+                "layout": plan.layout,
+                "reason": plan.reason,
+                "requested": plan.requested,
+                "considered": list(plan.considered),
+                "rejected": {r.backend: r.reason for r in plan.rejected},
+                "num_layers": runner.spec.num_moe_layers,
+            }
+        backends: dict[str, object] = {
+            "platform": runner.moe_spec.platform if runner.moe_spec else runner.options.device.type,
+            "device": str(runner.options.device),
+            "dtype": str(runner.options.dtype).removeprefix("torch."),
+            "architecture": runner.spec.architecture,
+            "moe": moe,
+            "attention": {"backend": runner.attention.name, "page_size": self.pool.page_size},
+            "parallel": {"tp": 1, "dp": 1, "ep": 1},
+            "num_threads": torch.get_num_threads(),
+        }
+        return EngineInfo(
+            max_model_len=self.limits.max_model_len,
+            vocab_size=runner.spec.vocab_size,
+            eos_token_ids=runner.spec.eos_token_ids,
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.page_size,
+            backends=backends,
+            load_s=load_s,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters after the last step."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            cache_usage=self.pool.num_used / (self.pool.num_pages - 1),
+            num_preemptions=scheduler.num_preemptions,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            padding_rows=self.runner.padding_rows(),
+            nan_rows=self.runner.nan_rows(),
+            num_steps=self._num_steps,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one that cannot run ends with an ERROR event in the next step."""
+        problem = self._problem(request)
+        if problem:
+            self._pending.append(
+                TokenEvent(request.id, finish_reason=FinishReason.ERROR, error=problem)
+            )
+            return
+        seq = Sequence(
+            request, self._arrivals, self.runner.spec.eos_token_ids, self.limits.max_model_len
+        )
+        self._arrivals += 1
+        self._sequences[request.id] = seq
+        if len(seq.tokens) == seq.max_total and not seq.needs_prompt_logprobs:
+            # Nothing to generate and nothing to score.
+            self._emit_end(seq, FinishReason.LENGTH, self._pending)
+            del self._sequences[request.id]
+        else:
+            self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; unknown ids have ended already."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._finish(seq)
+            self._pending.append(TokenEvent(request_id, finish_reason=FinishReason.ABORT))
+
+    @torch.inference_mode()
+    def step(self) -> StepOutput:
+        """Schedule, run, finish; returns what happened."""
+        out = StepOutput(events=self._pending)
+        self._pending = []
+        plan = self._plan = self.scheduler.schedule()
+        if plan:
+            self._run(plan, out)
+            self._num_steps += 1
+        self._plan = StepPlan([], [])
+        return out
+
+    def fail_step(self, error: str) -> StepOutput:
+        """End every sequence of the step that raised; its pages hold nothing to rely on."""
+        out = StepOutput(events=self._pending)
+        self._pending = []
+        self.pool.drop_cache()
+        for seq in [*self._plan.decodes, *(s for s, _ in self._plan.prefills)]:
+            if seq.request.id in self._sequences:
+                self._discard(seq, error, out)
+        self._plan = StepPlan([], [])
+        return out
+
+    def end_all(self, error: str) -> StepOutput:
+        """End every open request with an ERROR event."""
+        out = StepOutput(events=self._pending)
+        self._pending = []
+        for seq in list(self._sequences.values()):
+            self._finish(seq)
+            out.events.append(
+                TokenEvent(seq.request.id, finish_reason=FinishReason.ERROR, error=error)
+            )
+        return out
+
+    def _problem(self, request: Request) -> str:
+        vocab_size, limit = self.runner.spec.vocab_size, self.limits.max_model_len
+        prompt = request.prompt_ids
+        if not prompt:
+            return "the prompt is empty"
+        if len(prompt) > limit:
+            return f"the prompt has {len(prompt)} tokens; max_model_len is {limit}"
+        ids = (*request.sampling.stop_token_ids, *request.sampling.logit_bias, *prompt)
+        if max(ids) >= vocab_size or min(ids) < 0:
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            return f"token id {wrong} is outside the vocabulary of {vocab_size}"
+        if request.id in self._sequences:
+            return f"request id {request.id!r} is in use"
+        return ""
+
+    def _run(self, plan: StepPlan, out: StepOutput) -> None:
+        runner = self.runner
+        batch = forward_batch(
+            plan, self.scheduler.block_table, runner.attention, runner.options.device
+        )
+        hidden = runner.hidden(batch)
+        rows = plan.sampled()
+        sampled = sample(runner.logits(hidden, batch.logits_rows), rows) if rows else None
+        done = self._score_prompts(plan, batch, hidden) if plan.prefills else []
+        self.scheduler.advance(plan)
+        if sampled is not None:
+            self._append(rows, sampled, out)
+        for seq in done:
+            if seq.request.id in self._sequences:
+                self._finish(seq)
+                self._emit_end(seq, FinishReason.LENGTH, out.events)
+
+    def _score_prompts(
+        self, plan: StepPlan, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> list[Sequence]:
+        """Log-probabilities of prompt tokens; returns sequences that wanted nothing else."""
+        done = []
+        row = len(plan.decodes)
+        for seq, count in plan.prefills:
+            if seq.needs_prompt_logprobs:
+                self._score_chunk(seq, hidden[row : row + count])
+                if seq.num_computed + count == len(seq.tokens) == seq.max_total:
+                    done.append(seq)
+            row += count
+        return done
+
+    def _score_chunk(self, seq: Sequence, hidden: torch.Tensor) -> None:
+        num_top = seq.request.sampling.num_prompt_logprobs or 0
+        # Row i of the chunk predicts token num_computed + i + 1; some may be scored already.
+        first = len(seq.prompt_logprobs) - seq.num_computed - 1
+        last = min(hidden.shape[0], seq.num_prompt - seq.num_computed - 1)
+        for row in range(max(first, 0), last, LOGITS_ROWS):
+            stop = min(row + LOGITS_ROWS, last)
+            targets = seq.tokens[seq.num_computed + row + 1 : seq.num_computed + stop + 1]
+            scores = score_tokens(self.runner.model.logits(hidden[row:stop]), targets, num_top)
+            seq.prompt_logprobs.extend(
+                scores.as_logprob(i, num_top, Logprob) for i in range(len(targets))
+            )
+
+    def _append(self, rows: list[Sequence], sampled: Sampled, out: StepOutput) -> None:
+        ids, tokens = out.ids, out.tokens
+        for index, seq in enumerate(rows):
+            token = sampled.tokens[index]
+            if sampled.bad_rows and index in sampled.bad_rows:
+                self.pool.drop_cache()
+                self._discard(seq, NOT_FINITE, out)
+                continue
+            is_stop = token in seq.stop_ids
+            seq.tokens.append(token)
+            is_last = is_stop or len(seq.tokens) >= seq.max_total
+            if seq.counts is not None:
+                seq.counts[token] += 1
+            if seq.is_started and not is_last and index not in sampled.scored_rows:
+                ids.append(seq.request.id)
+                tokens.append(token)
+                continue
+            out.events.append(self._event(seq, token, index, sampled, is_stop, is_last))
+            seq.is_started = True
+            if is_last:
+                self._finish(seq)
+
+    def _event(
+        self,
+        seq: Sequence,
+        token: int,
+        index: int,
+        sampled: Sampled,
+        is_stop: bool,
+        is_last: bool,
+    ) -> TokenEvent:
+        logprobs: tuple[Logprob, ...] = ()
+        if not is_stop and sampled.scores is not None and index in sampled.scored_rows:
+            num_top = seq.request.sampling.num_logprobs or 0
+            row = sampled.scored_rows[index]
+            logprobs = (sampled.scores.as_logprob(row, num_top, Logprob),)
+        reason = None
+        if is_last:
+            reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+        return TokenEvent(
+            request_id=seq.request.id,
+            token_ids=() if is_stop else (token,),
+            logprobs=logprobs,
+            prompt_logprobs=self._first_prompt_logprobs(seq),
+            finish_reason=reason,
+            num_cached_tokens=0 if seq.is_started else max(seq.num_cached, 0),
+            stop_token_id=token if is_stop else None,
+        )
+
+    def _first_prompt_logprobs(self, seq: Sequence) -> tuple[Logprob | None, ...]:
+        if seq.is_started or seq.request.sampling.num_prompt_logprobs is None:
+            return ()
+        return tuple(seq.prompt_logprobs)
+
+    def _emit_end(self, seq: Sequence, reason: FinishReason, events: list[TokenEvent]) -> None:
+        """A finish without a token."""
+        events.append(
+            TokenEvent(
+                seq.request.id,
+                prompt_logprobs=self._first_prompt_logprobs(seq),
+                finish_reason=reason,
+                num_cached_tokens=max(seq.num_cached, 0),
+            )
+        )
+
+    def _finish(self, seq: Sequence) -> None:
+        self.scheduler.remove(seq)
+        del self._sequences[seq.request.id]
+
+    def _discard(self, seq: Sequence, error: str, out: StepOutput) -> None:
+        """End a sequence whose pages may hold NaN, and silence them before they are reused."""
+        pages = seq.pages
+        self._finish(seq)
+        self.runner.clear_pages(self.pool.unreferenced(pages))
+        out.events.append(TokenEvent(seq.request.id, finish_reason=FinishReason.ERROR, error=error))

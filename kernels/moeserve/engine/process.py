@@ -1,0 +1,319 @@
+"""The engine in a process of its own, seen from asyncio: `start_engine` and `ProcessEngine`.
+
+Receives `Request`s from `server/`, returns `TokenEvent`s; see `client.py` for the contract. The
+other side of the socket is `worker.py`. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from moeserve import errors
+from moeserve.engine.client import EngineInfo, EngineStats
+from moeserve.engine.config import EngineConfig
+from moeserve.engine.request import FinishReason, Request, TokenEvent
+from moeserve.engine.wire import Message, Unpacker, pack
+
+logger = logging.getLogger(__name__)
+_CODE = (
+    "import sys; from moeserve.engine import worker; "
+    "worker.main(int(sys.argv[1]), float(sys.argv[2]))"
+)
+# How long a process that was told to end may take before it is killed.
+EXIT_GRACE_S = 5.0
+
+
+class EngineError(errors.MoeserveError):
+    """The engine process failed or went away."""
+
+
+async def start_engine(config: EngineConfig) -> ProcessEngine:
+    """Start the engine process and wait until it is loaded.
+
+    Args:
+        config: Options; carried to the process as they are.
+
+    Raises:
+        MoeserveError: Of the class and with the text that the engine process gave; `EngineError`
+            where it died without a word.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        client = ProcessEngine(_spawn(theirs.fileno()))
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.create_connection(lambda: client.connection, sock=ours)
+    client.connection.send(("start", replace(config, env=dict(config.env))))
+    try:
+        await client.wait_ready()
+    except BaseException:
+        await client.close()
+        raise
+    return client
+
+
+def _spawn(fd: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter: it must not import what the API process imported."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _CODE, str(fd), str(time.time())],
+        pass_fds=(fd,),
+        stdin=subprocess.DEVNULL,
+    )
+
+
+class _Connection(asyncio.Protocol):
+    """Bytes to messages; hands every batch of complete messages to the client at once."""
+
+    def __init__(self, client: ProcessEngine) -> None:
+        self._client = client
+        self._unpacker = Unpacker()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._client.on_messages(self._unpacker.feed(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._client.on_lost()
+
+    def send(self, message: Message) -> None:
+        if self._transport is not None:
+            self._transport.write(pack(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class _Stream:
+    """Events of one open request that its reader has not taken yet."""
+
+    __slots__ = ("events", "is_ended", "waiter")
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent] = []
+        self.waiter: asyncio.Future[None] | None = None
+        self.is_ended = False
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class ProcessEngine:
+    """`EngineClient` over one process boundary."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.info = EngineInfo(0, 0, (), 0, 0)
+        self.connection = _Connection(self)
+        self._process = process
+        self._stats = EngineStats()
+        self._streams: dict[str, _Stream] = {}
+        self._new: list[Request] = []
+        self._aborted: list[str] = []
+        self._is_flush_due = False
+        self._is_stopping = False
+        self._is_lost = False
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._profile: asyncio.Future[dict[str, object]] | None = None
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    async def wait_ready(self) -> None:
+        """Return once the model is loaded; raises what the engine process raised."""
+        await self._ready
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
+        """Stream the events of one request; closing the iterator aborts it.
+
+        Tokens that arrive while the reader is busy come together in one event.
+
+        Raises:
+            ValueError: The id is that of an open request.
+        """
+        if request.id in self._streams:
+            raise ValueError(f"request id {request.id!r} is in use")
+        if self._is_stopping or not self.is_alive():
+            yield TokenEvent(request.id, finish_reason=FinishReason.ERROR, error=self._refusal())
+            return
+        stream = self._streams[request.id] = _Stream()
+        self._all_ended.clear()
+        self._new.append(request)
+        self._flush_soon()
+        try:
+            while True:
+                if not stream.events:
+                    stream.waiter = asyncio.get_running_loop().create_future()
+                    await stream.waiter
+                events, stream.events = stream.events, []
+                for event in _merged(events):
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+        finally:
+            if not stream.is_ended:
+                self._end_stream(request.id)
+                self._aborted.append(request.id)
+                self._flush_soon()
+
+    def stats(self) -> EngineStats:
+        """Counters of the last step, with what has not been sent yet counted as waiting."""
+        if not self._new:
+            return self._stats
+        return replace(self._stats, num_waiting=self._stats.num_waiting + len(self._new))
+
+    def is_alive(self) -> bool:
+        """Whether the engine process lives."""
+        return not self._is_lost and self._process.poll() is None
+
+    async def profile(self) -> dict[str, object]:
+        """Run a prefill and a decode step under the profiler.
+
+        Raises:
+            EngineError: The process is gone or the profiler cannot run.
+        """
+        if not self.is_alive():
+            raise EngineError(self._refusal())
+        if self._profile is None:
+            self._profile = asyncio.get_running_loop().create_future()
+            self.connection.send(("profile",))
+        result = await asyncio.shield(self._profile)
+        if "error" in result:
+            raise EngineError(f"profiling failed: {result['error']}")
+        return result
+
+    async def shutdown(self, grace_s: float) -> None:
+        """Let open requests finish for `grace_s`, then end them with an event, then exit."""
+        self._is_stopping = True
+        if self._streams and self.is_alive():
+            try:
+                await asyncio.wait_for(self._all_ended.wait(), grace_s)
+            except TimeoutError:
+                logger.warning("%d requests are open after %.1f s", len(self._streams), grace_s)
+        self._end_all("the server is shutting down")
+        await self.close()
+
+    async def close(self) -> None:
+        """End the process, with force where it does not go by itself."""
+        self._is_stopping = True
+        self.connection.send(("end",))
+        self.connection.close()
+        try:
+            await asyncio.to_thread(self._process.wait, EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    def on_messages(self, messages: list[Message]) -> None:
+        """Sort everything that has arrived into the streams, then wake each reader once."""
+        touched: set[_Stream] = set()
+        for message in messages:
+            kind = message[0]
+            if kind == "step":
+                self._on_step(message, touched)
+            elif kind == "ready":
+                self.info = message[1]
+                self._ready.set_result(None)
+            elif kind == "failed":
+                error_class = getattr(errors, message[1], EngineError)
+                self._ready.set_exception(error_class(message[2]))
+            elif kind == "profile" and self._profile is not None:
+                self._profile.set_result(message[1])
+                self._profile = None
+        for stream in touched:
+            stream.wake()
+
+    def _on_step(self, message: Message, touched: set[_Stream]) -> None:
+        _, ids, tokens, events, self._stats = message
+        streams = self._streams
+        for request_id, token in zip(ids, tokens, strict=True):
+            stream = streams.get(request_id)
+            if stream is not None:
+                stream.events.append(TokenEvent(request_id, (token,)))
+                touched.add(stream)
+        for event in events:
+            stream = streams.get(event.request_id)
+            if stream is not None:
+                stream.events.append(event)
+                touched.add(stream)
+                if event.finish_reason is not None:
+                    self._end_stream(event.request_id)
+
+    def on_lost(self) -> None:
+        """The engine process is gone: every open request gets an error, whoever waits is told."""
+        self._is_lost = True
+        # The socket closes an instant before the exit code is there.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        text = self._refusal()
+        if not self._ready.done():
+            self._ready.set_exception(EngineError(text))
+        if self._profile is not None:
+            self._profile.set_result({"error": text})
+            self._profile = None
+        self._end_all(text)
+
+    def _refusal(self) -> str:
+        if self._is_stopping:
+            return "the server is shutting down"
+        code = self._process.poll()
+        return f"the engine process is gone (exit code {'unknown' if code is None else code})"
+
+    def _end_stream(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id)
+        stream.is_ended = True
+        if not self._streams:
+            self._all_ended.set()
+
+    def _end_all(self, error: str) -> None:
+        for request_id, stream in list(self._streams.items()):
+            stream.events.append(
+                TokenEvent(request_id, finish_reason=FinishReason.ERROR, error=error)
+            )
+            self._end_stream(request_id)
+            stream.wake()
+
+    def _flush_soon(self) -> None:
+        """Send new and aborted requests once the loop has run what is ready: one message."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        self.connection.send(("work", self._new, self._aborted))
+        self._new, self._aborted = [], []
+
+
+def _merged(events: list[TokenEvent]) -> list[TokenEvent]:
+    """Neighbouring plain tokens as one event; everything that says more stays as it is."""
+    out: list[TokenEvent] = []
+    run: list[int] = []
+    for event in events:
+        if event.token_ids and not event.logprobs and event.finish_reason is None and out:
+            run.extend(event.token_ids)
+            continue
+        if run:
+            out.append(TokenEvent(event.request_id, tuple(run)))
+            run = []
+        out.append(event)
+    if run:
+        out.append(TokenEvent(events[0].request_id, tuple(run)))
+    return out

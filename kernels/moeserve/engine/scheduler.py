@@ -1,0 +1,248 @@
+"""What runs in the next step: decodes first, then prompts cut to the tokens that are left.
+
+Receives requests as `Sequence`, returns one `StepPlan` a step and owns queues, rows and pages of
+every sequence. Tensors are made from the plan by `batch.py`; tokens come back through
+`engine.py`. The order of decisions depends on the requests alone, so ranks that see the same
+requests schedule the same steps.
+
+Rules: every decoding sequence advances in every step; a prompt takes what is left, at most half
+of it while others wait and it would not be done anyway; a prompt's pages are taken when it is
+admitted, so a prefill never runs dry half-way; where a decode finds no page, the youngest
+running sequence gives its pages back, keeps its tokens and is computed again later.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from moeserve.engine.kv_cache import NULL_PAGE, PagePool, page_keys
+from moeserve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes of a step.
+
+    Attributes:
+        max_num_seqs: Sequences in a step.
+        max_num_batched_tokens: Tokens in a step.
+        max_model_len: Tokens of a sequence.
+        has_chunked_prefill: A prompt may be spread over several steps.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    has_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: who runs, and how many tokens of each.
+
+    Attributes:
+        decodes: Sequences with one new token.
+        prefills: (sequence, tokens of it in this step); a step that reaches the last known token
+            of a sequence yields its next one.
+    """
+
+    decodes: list[Sequence]
+    prefills: list[tuple[Sequence, int]]
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+    @staticmethod
+    def yields_token(seq: Sequence, count: int) -> bool:
+        """Whether `count` more tokens of `seq` reach its last one, and another is wanted."""
+        return seq.num_computed + count == len(seq.tokens) < seq.max_total
+
+    def sampled(self) -> list[Sequence]:
+        """Sequences that get a token from this step, decodes first; before `advance`."""
+        return self.decodes + [s for s, count in self.prefills if self.yields_token(s, count)]
+
+
+class _Admission(Enum):
+    ADMITTED = 0
+    NO_ROOM = 1
+    LATER = 2  # another prompt is computing the same pages right now
+
+
+class Scheduler:
+    """Waiting and running sequences, and the pages they hold."""
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        max_pages = -(-limits.max_model_len // pool.page_size)
+        self.block_table = np.full((limits.max_num_seqs, max_pages), NULL_PAGE, dtype=np.int32)
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence behind those of its priority that came before."""
+        insort(self.waiting, seq, key=lambda s: s.order)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a finished or aborted sequence out and give back what it holds."""
+        if seq.row >= 0:
+            self.running.remove(seq)
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step and take the pages for it."""
+        preemptions_before = self.num_preemptions
+        decodes = self._schedule_decodes()
+        budget = self.limits.max_num_batched_tokens - len(decodes)
+        prefills: list[tuple[Sequence, int]] = []
+        for seq in self.running:
+            if seq.num_left > 1 and budget > 0:
+                budget -= self._schedule_chunk(seq, budget, bool(self.waiting), prefills)
+        if self.num_preemptions == preemptions_before:
+            self._admit_waiting(budget, prefills)
+        return StepPlan(decodes, prefills)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Count the tokens of a step that has run as computed."""
+        for seq in plan.decodes:
+            seq.num_computed += 1
+        for seq, count in plan.prefills:
+            seq.num_computed += count
+
+    def _schedule_decodes(self) -> list[Sequence]:
+        decodes: list[Sequence] = []
+        page_size = self.pool.page_size
+        # A copy, because preemption takes from the end; a victim is never before its cause.
+        for seq in list(self.running):
+            if seq.row < 0 or len(seq.tokens) - seq.num_computed != 1:
+                continue
+            position = seq.num_computed
+            if position == len(seq.pages) * page_size and not self._grow(seq):
+                continue
+            if (position + 1) % page_size == 0:
+                self._publish(seq, position + 1)
+            decodes.append(seq)
+        return decodes
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Give a decoding sequence one more page; False where it had to step back itself."""
+        while not self.pool.num_available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        (page,) = self.pool.allocate(1)
+        self.block_table[seq.row, len(seq.pages)] = page
+        seq.pages.append(page)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        self.num_preemptions += 1
+        self.add(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.pages)
+        self.block_table[seq.row, : len(seq.pages)] = NULL_PAGE
+        self._free_rows.append(seq.row)
+        seq.pages = []
+        seq.row = -1
+        seq.num_computed = 0
+        seq.num_published = 0
+
+    def _schedule_chunk(
+        self, seq: Sequence, budget: int, do_others_wait: bool, out: list[tuple[Sequence, int]]
+    ) -> int:
+        chunk = seq.num_left
+        if chunk > budget:
+            chunk = max(1, budget // 2) if do_others_wait else budget
+        self._publish(seq, seq.num_computed + chunk)
+        out.append((seq, chunk))
+        return chunk
+
+    def _admit_waiting(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
+        in_progress = self._keys_in_progress()
+        index = 0
+        while index < len(self.waiting) and budget > 0 and self._free_rows:
+            seq = self.waiting[index]
+            outcome = self._try_admit(seq, budget, in_progress)
+            if outcome is _Admission.NO_ROOM:
+                break
+            if outcome is _Admission.LATER:
+                index += 1
+                continue
+            del self.waiting[index]
+            insort(self.running, seq, key=lambda s: s.order)
+            budget -= self._schedule_chunk(seq, budget, index < len(self.waiting), prefills)
+            if self.pool.has_caching and seq.num_computed + prefills[-1][1] < len(seq.tokens):
+                in_progress.update(seq.keys[seq.num_published :])
+
+    def _keys_in_progress(self) -> set[bytes]:
+        """Keys of pages that a running prompt will fill in later steps."""
+        keys: set[bytes] = set()
+        if self.pool.has_caching:
+            for seq in self.running:
+                if seq.num_left > 1:
+                    keys.update(seq.keys[seq.num_published :])
+        return keys
+
+    def _try_admit(self, seq: Sequence, budget: int, in_progress: set[bytes]) -> _Admission:
+        page_size = self.pool.page_size
+        self._extend_keys(seq, len(seq.tokens) // page_size)
+        # The last token is always computed, because its logits are wanted.
+        usable = [] if seq.needs_prompt_logprobs else seq.keys[: (len(seq.tokens) - 1) // page_size]
+        shared = self.pool.match(usable)
+        if len(shared) < len(usable) and usable[len(shared)] in in_progress:
+            return _Admission.LATER
+        num_left = len(seq.tokens) - len(shared) * page_size
+        if num_left > budget and not self.limits.has_chunked_prefill:
+            return _Admission.NO_ROOM
+        wanted = -(-len(seq.tokens) // page_size) - len(shared)
+        # One page stays free for each running sequence, so that admitting does not preempt.
+        reserve = len(self.running)
+        if wanted + self.pool.num_idle(shared) + reserve > self.pool.num_available:
+            return _Admission.NO_ROOM
+        self.pool.share(shared)
+        seq.pages = shared + self.pool.allocate(wanted)
+        seq.row = self._free_rows.pop()
+        self.block_table[seq.row, : len(seq.pages)] = seq.pages
+        seq.num_computed = len(shared) * page_size
+        seq.num_published = len(shared)
+        if seq.num_cached < 0:
+            seq.num_cached = seq.num_computed
+            self.prefix_query_tokens += seq.num_prompt
+            self.prefix_hit_tokens += seq.num_computed
+        return _Admission.ADMITTED
+
+    def _extend_keys(self, seq: Sequence, num_pages: int) -> None:
+        start = len(seq.keys)
+        if self.pool.has_caching and num_pages > start:
+            page_size = self.pool.page_size
+            parent = seq.keys[-1] if seq.keys else b""
+            tokens = seq.tokens[start * page_size : num_pages * page_size]
+            seq.keys += page_keys(tokens, page_size, parent)
+
+    def _publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Offer the pages that this step fills up to `num_tokens`.
+
+        Before the step runs: every layer writes all keys and values before it reads any, so a
+        sequence of the same step may already share them.
+        """
+        if not self.pool.has_caching:
+            return
+        num_full = num_tokens // self.pool.page_size
+        self._extend_keys(seq, num_full)
+        for i in range(seq.num_published, num_full):
+            self.pool.publish(seq.pages[i], seq.keys[i])
+        seq.num_published = max(seq.num_published, num_full)

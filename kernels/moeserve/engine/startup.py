@@ -1,0 +1,167 @@
+"""Resolves an `EngineConfig` against the model and the machine, and builds the runner.
+
+Receives the frozen options; returns the loaded `ModelRunner` with its KV cache and the limits of
+the scheduler. Every "auto" and every 0 is decided here, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moeserve import presets, tiny
+from moeserve.engine.config import DTYPES, EngineConfig
+from moeserve.engine.scheduler import SchedulerLimits
+from moeserve.errors import Unsupported, UsageError
+from moeserve.models.config import ModelSpec, load_model_spec
+from moeserve.parallel import Parallel
+from moeserve.runner.model_runner import ModelRunner, RunnerOptions
+
+logger = logging.getLogger(__name__)
+# KV cache of a CPU server that was given no size: some 260,000 tokens of the embedded model.
+CPU_CACHE_BYTES = 1 << 30
+# Narrower models are faster on one CPU thread: a step is many products of microseconds each, and
+# the second thread costs more to wake than it saves (measured at H = 128, T = 1 to 256).
+MIN_HIDDEN_FOR_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Started:
+    """A runner ready to step.
+
+    Attributes:
+        config: As given, with the model folder resolved.
+        runner: Model with weights and cache.
+        limits: Of the scheduler.
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    limits: SchedulerLimits
+
+
+def start(config: EngineConfig) -> Started:
+    """Load the model and size everything.
+
+    Raises:
+        UsageError: An option cannot be meant; names it and its value.
+        Unsupported: This build or machine cannot serve it.
+    """
+    config = replace(config, model=_model_source(config))
+    spec = load_model_spec(config.model, config.hf_overrides)
+    device = _device(config)
+    if config.tensor_parallel_size * config.data_parallel_size > 1:
+        raise Unsupported(
+            f"tensor_parallel_size={config.tensor_parallel_size}, data_parallel_size="
+            f"{config.data_parallel_size}: this build runs one rank"
+        )
+    torch.set_num_threads(config.num_threads or _num_threads(spec, device))
+    max_model_len = _max_model_len(config, spec)
+    limits = _limits(config, max_model_len)
+    options = RunnerOptions(
+        device=device,
+        dtype=_dtype(config, spec, device),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        page_size=config.page_size,
+    )
+    runner = ModelRunner(config, spec, options, Parallel())
+    num_pages = _num_pages(config, runner)
+    fitting = (num_pages - 1) * runner.attention.page_size
+    if fitting < max_model_len:
+        if config.max_model_len:
+            raise UsageError(
+                f"max_model_len={config.max_model_len} does not fit: the KV cache holds "
+                f"{fitting} tokens; raise kv_cache_memory_bytes or lower max_model_len"
+            )
+        limits = replace(limits, max_model_len=fitting)
+    runner.allocate_cache(num_pages)
+    logger.info(
+        "KV cache: %d pages of %d tokens, %.2f GiB",
+        num_pages,
+        runner.attention.page_size,
+        num_pages * runner.page_bytes() / 2**30,
+    )
+    return Started(config, runner, limits)
+
+
+def _model_source(config: EngineConfig) -> str:
+    """The folder or preset to read, the embedded model's folder for its name."""
+    if Path(config.model).is_dir() or config.load_format == "dummy":
+        return config.model
+    if config.model.lower() in (tiny.MODEL_NAME.lower(), tiny.MODEL_NAME.split("/")[-1]):
+        return str(tiny.model_dir())
+    if presets.is_preset(config.model):
+        raise UsageError(
+            f"model {config.model!r}: only its shape is known here; give its folder, or "
+            "--load-format dummy for random weights"
+        )
+    return config.model
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device 'cuda' was asked for, and torch sees none")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.dtype
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
+
+
+def _num_threads(spec: ModelSpec, device: torch.device) -> int:
+    if device.type != "cpu" or spec.hidden_size < MIN_HIDDEN_FOR_THREADS:
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_model_len > spec.max_position_embeddings:
+        raise UsageError(
+            f"max_model_len={config.max_model_len} exceeds the model's "
+            f"max_position_embeddings={spec.max_position_embeddings}"
+        )
+    return config.max_model_len or spec.max_position_embeddings
+
+
+def _limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+    max_tokens = config.max_num_batched_tokens
+    if not config.has_chunked_prefill:
+        max_tokens = max(max_tokens, max_model_len)
+    if config.max_num_seqs < 1:
+        raise UsageError(f"max_num_seqs={config.max_num_seqs}: at least 1")
+    if max_tokens < config.max_num_seqs:
+        raise UsageError(
+            f"max_num_batched_tokens={max_tokens} is less than max_num_seqs="
+            f"{config.max_num_seqs}: a step could not even decode; raise the one or lower the other"
+        )
+    return SchedulerLimits(
+        config.max_num_seqs, max_tokens, max_model_len, config.has_chunked_prefill
+    )
+
+
+def _num_pages(config: EngineConfig, runner: ModelRunner) -> int:
+    if config.num_pages:
+        return config.num_pages
+    num_bytes = config.kv_cache_memory_bytes
+    if not num_bytes:
+        num_bytes = CPU_CACHE_BYTES
+        if runner.options.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            num_bytes = int(free - (1.0 - config.gpu_memory_utilization) * total)
+    return num_bytes // runner.page_bytes()

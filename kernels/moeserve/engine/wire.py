@@ -1,0 +1,63 @@
+"""Messages between the API process and the engine process: a length, then a pickle.
+
+Both ends are this package and the socket has no name, so a pickle is safe here. At most one
+message a step goes each way; what happened in a step travels together.
+
+To the engine: `("start", EngineConfig)`, `("work", [Request], [id to abort])`, `("profile",)`,
+`("end",)`. From it: `("ready", EngineInfo)`, `("failed", kind, text)`,
+`("step", ids, tokens, events, EngineStats)`, `("profile", result)`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+Message = tuple[Any, ...]
+
+
+def pack(message: Message) -> bytes:
+    """One message as bytes, header included."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(body)) + body
+
+
+class Unpacker:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Add bytes; return the messages that are now complete."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[Message] = []
+        start = 0
+        while len(buffer) - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(buffer, start)
+            end = start + _HEADER.size + length
+            if len(buffer) < end:
+                break
+            messages.append(pickle.loads(memoryview(buffer)[start + _HEADER.size : end]))
+            start = end
+        if start:
+            del buffer[:start]
+        return messages
+
+
+def receive(sock: socket.socket, unpacker: Unpacker) -> list[Message] | None:
+    """Block for the next messages; None where the other end is gone."""
+    while True:
+        try:
+            data = sock.recv(1 << 18)
+        except OSError:
+            return None
+        if not data:
+            return None
+        messages = unpacker.feed(data)
+        if messages:
+            return messages

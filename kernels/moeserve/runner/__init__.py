@@ -1,0 +1,1 @@
+"""Runs a model: weights in, forward passes of one batch each, tokens out."""

@@ -1,0 +1,121 @@
+"""Fills a model's parameters from safetensors, or with random numbers of the right scale.
+
+Receives a model folder and the model's `destinations` (checkpoint name -> part of a parameter);
+returns what was read. Which name goes where is the model's business.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moeserve.errors import UsageError
+
+logger = logging.getLogger(__name__)
+_INDEX = "model.safetensors.index.json"
+# Written by some exporters although they can be computed; not parameters.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index where it has one.
+
+    Raises:
+        UsageError: There is none, or the index names a file that is missing.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise UsageError(f"{index}: names files that are missing: {', '.join(missing)}")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder}: no *.safetensors file; use --load-format dummy for no weights")
+    return files
+
+
+def load_safetensors(folder: Path, destinations: Mapping[str, Tensor]) -> None:
+    """Copy every checkpoint tensor to its place.
+
+    Args:
+        folder: Model folder.
+        destinations: From the model.
+
+    Raises:
+        UsageError: A tensor is missing, unknown, or of another shape; names it.
+    """
+    start = time.perf_counter()
+    missing = set(destinations)
+    num_bytes = 0
+    for path in checkpoint_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                if name.endswith(_IGNORED_SUFFIXES) or _is_repeated_head(name, destinations):
+                    continue
+                if name not in destinations:
+                    raise UsageError(f"{path}: unknown tensor {name!r}{_hint(name, missing)}")
+                tensor = file.get_tensor(name)
+                _fill(destinations[name], tensor, f"{path}: {name}")
+                num_bytes += tensor.numel() * tensor.dtype.itemsize
+                missing.discard(name)
+    if missing:
+        some = ", ".join(sorted(missing)[:3])
+        raise UsageError(f"{folder}: {len(missing)} tensors missing, among them {some}")
+    seconds = time.perf_counter() - start
+    gib = num_bytes / 2**30
+    logger.info("loaded %.3f GiB in %.2f s (%.2f GiB/s)", gib, seconds, gib / max(seconds, 1e-9))
+
+
+def _is_repeated_head(name: str, destinations: Mapping[str, Tensor]) -> bool:
+    """A tied model's output projection, which some exporters write a second time."""
+    return name == "lm_head.weight" and name not in destinations
+
+
+def _hint(name: str, missing: set[str]) -> str:
+    close = get_close_matches(name, missing, n=1)
+    return f"; the closest one wanted is {close[0]!r}" if close else ""
+
+
+def _fill(destination: Tensor, tensor: Tensor, label: str) -> None:
+    is_spread = tensor.dim() == 1 and destination.dim() == 2  # a norm shared by all heads
+    expected = destination.shape[1:] if is_spread else destination.shape
+    if tensor.shape != expected:
+        raise UsageError(
+            f"{label} has shape {list(tensor.shape)}, expected {list(expected)}: "
+            "config.json and weights do not belong together"
+        )
+    destination.copy_(tensor)
+
+
+def fill_dummy(destinations: Mapping[str, Tensor], seed: int) -> None:
+    """Draw every weight so that activations keep their size from layer to layer.
+
+    Norms stay 1, biases 0; a matrix [out, in] is normal with standard deviation in ** -0.5, so
+    router logits have a spread of about one and routing is neither even nor collapsed.
+
+    Args:
+        destinations: From the model.
+        seed: The same weights for the same seed, device and dtype.
+    """
+    generator: torch.Generator | None = None
+    for name, destination in destinations.items():
+        if generator is None:
+            generator = torch.Generator(device=destination.device).manual_seed(seed)
+        if name.endswith("norm.weight"):
+            destination.fill_(1.0)
+        elif name.endswith(".bias"):
+            destination.zero_()
+        else:
+            std = float(destination.shape[-1] ** -0.5)
+            destination.normal_(0.0, std, generator=generator)
