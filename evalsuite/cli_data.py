@@ -95,6 +95,8 @@ def write_atomically(target: Path, content: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
+        # mkstemp makes it private; a cache may be shared.
+        os.fchmod(handle, 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()

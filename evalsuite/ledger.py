@@ -95,10 +95,11 @@ def encode(record: LedgerRecord) -> bytes:
     return json.dumps({key: getattr(record, key) for key in _RECORD_KEYS}).encode() + b"\n"
 
 
-def _decode(data: dict[str, Any]) -> LedgerRecord:
-    for key in _TUPLES:
-        data[key] = tuple(data.get(key, ()))
-    return LedgerRecord(**data)
+def _decode(data: object) -> LedgerRecord:
+    if not isinstance(data, dict):
+        raise TypeError(f"a JSON {type(data).__name__} in place of an object")
+    content: dict[str, Any] = data
+    return LedgerRecord(**{**content, **{key: tuple(content.get(key, ())) for key in _TUPLES}})
 
 
 class Ledger:
@@ -194,7 +195,7 @@ def _read(path: Path) -> tuple[LedgerHead | None, list[LedgerRecord], int]:
                 head = LedgerHead(**{**data, "stop": tuple(data["stop"])})
             else:
                 records.append(_decode(data))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             message = f"not a line of a ledger ({type(error).__name__}: {error}); {_REMEDY}"
             raise ConfigError(Problem("error", message, file=str(path), line=number)) from error
     return head, records, good

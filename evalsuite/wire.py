@@ -98,7 +98,7 @@ def parse_choices(payload: bytes, num_prompts: int, is_chat: bool) -> list[Choic
     """
     try:
         data = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedError(f"the body is not JSON ({len(payload)} bytes): {error}") from error
     if not isinstance(data, dict):
         raise MalformedError(f"the body is a JSON {type(data).__name__}, not an object")
@@ -183,7 +183,7 @@ def error_message(payload: bytes) -> str:
     text = payload.decode("utf-8", "replace")
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip()[:MAX_MESSAGE_CHARS]
     return _message_of(data) if isinstance(data, dict) else text.strip()[:MAX_MESSAGE_CHARS]
 

@@ -24,7 +24,6 @@ from evalsuite.tasks.base import Row, Task
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
 from evalsuite.wire import SamplingSettings
 
-
 # The evaluator's name in configs and ledgers.
 LM_EVAL = "lm-eval"
 
