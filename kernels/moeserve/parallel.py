@@ -8,9 +8,12 @@ the experts are spread over all of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+
+Dispatch = Literal["allgather_reducescatter", "alltoall"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Parallel:
         tp_group: Process group of this row; None where tp is 1.
         dp_group: Process group of this column; None where dp is 1.
         ep_group: Process group of the whole grid; None without expert parallelism.
+        dispatch: How tokens reach experts of other DP ranks.
     """
 
     dp_size: int = 1
@@ -37,6 +41,7 @@ class Parallel:
     tp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
+    dispatch: Dispatch = "allgather_reducescatter"
 
     @property
     def ep_size(self) -> int:
@@ -65,8 +70,19 @@ def grid(dp_size: int, tp_size: int) -> torch.Tensor:
     return torch.arange(dp_size * tp_size).reshape(dp_size, tp_size)
 
 
-def make_parallel(dp_size: int, tp_size: int, is_expert_parallel: bool = False) -> Parallel:
+def make_parallel(
+    dp_size: int,
+    tp_size: int,
+    is_expert_parallel: bool = False,
+    dispatch: Dispatch = "allgather_reducescatter",
+) -> Parallel:
     """Makes the groups of an initialised `torch.distributed` world, on every rank alike.
+
+    Args:
+        dp_size: Rows of the grid.
+        tp_size: Columns of the grid.
+        is_expert_parallel: Whether experts are spread over the whole grid.
+        dispatch: How tokens reach experts of other DP ranks.
 
     Raises:
         ValueError: The world is not dp × tp ranks.
@@ -78,7 +94,7 @@ def make_parallel(dp_size: int, tp_size: int, is_expert_parallel: bool = False) 
             f"{dp_size * tp_size} ranks; the world has {world}"
         )
     if world == 1:
-        return Parallel(is_expert_parallel=is_expert_parallel)
+        return Parallel(is_expert_parallel=is_expert_parallel, dispatch=dispatch)
     rank = dist.get_rank()
     ranks = grid(dp_size, tp_size)
     # Every rank makes every group, in the same order: that is torch's rule.
@@ -95,4 +111,5 @@ def make_parallel(dp_size: int, tp_size: int, is_expert_parallel: bool = False) 
         tp_group=rows[dp_rank] if rows else None,
         dp_group=columns[tp_rank] if columns else None,
         ep_group=whole,
+        dispatch=dispatch,
     )

@@ -1,22 +1,21 @@
 """One MoE layer as a module: gate, routed experts, optional shared expert.
 
 Receives hidden states [T, H], returns [T, H], summed over ranks. The choice of a backend is
-`moe/oracle.py`, the transport between ranks `moe/dispatch.py`; loading fills the parameters and
-then calls `process_weights` once.
+`moe/oracle.py`, the transport between ranks `moe/transport.py`. Loading fills the parameters and
+then calls `process_weights`; loading again does the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeserve.moe.backends.base import CHECKPOINT
-from moeserve.moe.backends.cpu import activate
-from moeserve.moe.oracle import (
-    convert_to_unquantized_kernel_format,
-    make_unquantized_moe_kernel,
-)
+from moeserve.moe.backends.common import activate, linear_by_tiles
+from moeserve.moe.dispatch import Workspace
+from moeserve.moe.oracle import convert_to_unquantized_kernel_format, make_unquantized_moe_kernel
 from moeserve.moe.spec import MoESpec, MoEWeights, Plan
 from moeserve.parallel import Parallel
 
@@ -24,7 +23,7 @@ from moeserve.parallel import Parallel
 class MoELayer(nn.Module):
     """Gate, experts of this rank, and a shared expert where the model has one.
 
-    Parameters, all in the checkpoint's layout until `process_weights`:
+    Parameters, in the checkpoint's layout until `process_weights`:
         gate_weight [E, H] (float32 where the routing asks for it), gate_bias [E] float32
         (correction bias, only with `routing.has_bias`), w13_weight [E_loc, 2I, H] (gate rows, then
         up rows; [E_loc, I, H] ungated), w2_weight [E_loc, H, I]; with a shared expert
@@ -32,8 +31,8 @@ class MoELayer(nn.Module):
         model gates it.
 
     Attributes:
-        nan_rows: Rows of router logits that held a NaN, so far.
-        padding_rows: Padding rows seen so far, as the batch says.
+        padding_rows: Padding rows seen so far, as the batches said. Replays of a captured graph do
+            not come by here; the runner counts those.
     """
 
     def __init__(
@@ -43,75 +42,106 @@ class MoELayer(nn.Module):
         device: torch.device | str = "cpu",
         *,
         parallel: Parallel | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.parallel = parallel or Parallel()
-        self.kernel = make_unquantized_moe_kernel(spec, plan, self.parallel)
-        self.layout = CHECKPOINT
-        self._weights: MoEWeights | None = None
+        self.kernel = make_unquantized_moe_kernel(
+            spec, plan, device, parallel=self.parallel, workspace=workspace
+        )
         self.padding_rows = 0
+        self._weights: MoEWeights | None = None
+        self._versions = (0, 0)
+        is_tiled = spec.is_deterministic and spec.platform == "cpu"
+        self._linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self._linear = linear_by_tiles if is_tiled else F.linear
+        self._make_parameters(torch.device(device))
+
+    def _make_parameters(self, device: torch.device) -> None:
+        spec = self.spec
+        H, I, S = spec.hidden_size, spec.intermediate_size, spec.shared_intermediate_size
+        halves = 2 if spec.is_gated else 1
 
         def new(*shape: int, dtype: torch.dtype = spec.dtype) -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(*shape, dtype=dtype, device=device), requires_grad=False
-            )
+            tensor = torch.empty(*shape, dtype=dtype, device=device)
+            return nn.Parameter(tensor, requires_grad=False)
 
-        hidden, width, shared = (
-            spec.hidden_size,
-            spec.intermediate_size,
-            spec.shared_intermediate_size,
-        )
-        halves = 2 if spec.is_gated else 1
         gate_dtype = torch.float32 if spec.routing.has_float32_gate else spec.dtype
-        self.gate_weight = new(spec.num_experts, hidden, dtype=gate_dtype)
-        self.gate_bias = (
-            new(spec.num_experts, dtype=torch.float32) if spec.routing.has_bias else None
-        )
-        self.w13_weight = new(spec.num_local_experts, halves * width, hidden)
-        self.w2_weight = new(spec.num_local_experts, hidden, width)
-        self.shared_w13_weight = new(halves * shared, hidden) if shared else None
-        self.shared_w2_weight = new(hidden, shared) if shared else None
-        self.shared_gate_weight = new(1, hidden) if shared and spec.has_shared_gate else None
+        self.gate_weight = new(spec.num_experts, H, dtype=gate_dtype)
+        has_bias = spec.routing.has_bias
+        self.gate_bias = new(spec.num_experts, dtype=torch.float32) if has_bias else None
+        self.w13_weight = new(spec.num_local_experts, halves * I, H)
+        self.w2_weight = new(spec.num_local_experts, H, I)
+        self.shared_w13_weight = new(halves * S, H) if S else None
+        self.shared_w2_weight = new(H, S) if S else None
+        self.shared_gate_weight = new(1, H) if S and spec.has_shared_gate else None
 
-    def begin_load(self) -> None:
-        """Says that every weight is about to be written again, in the checkpoint's layout."""
-        self.layout = CHECKPOINT
-        self._weights = None
+    @property
+    def nan_rows(self) -> int:
+        """Rows of router logits that held a NaN; reading it waits for the device."""
+        return int(self.kernel.nan_rows)
 
     def process_weights(self) -> None:
-        """Converts the experts into the plan's layout; once per load, in place."""
+        """Converts the experts into the plan's layout: once per load, in place.
+
+        A second call without new weights does nothing. New weights are noticed by torch's version
+        counters; a loader that writes through `.data`, which does not count, calls `begin_load`
+        first.
+
+        Raises:
+            RuntimeError: Only one of w13 and w2 was loaded again.
+        """
+        versions = (self.w13_weight._version, self.w2_weight._version)
         if self._weights is not None:
-            return
+            changed = [new != old for new, old in zip(versions, self._versions, strict=True)]
+            if not any(changed):
+                return
+            if not all(changed):
+                raise RuntimeError(
+                    "w13_weight and w2_weight are converted together; only one was loaded again"
+                )
         raw = MoEWeights(self.w13_weight.data, self.w2_weight.data)
         self._weights = convert_to_unquantized_kernel_format(self.kernel.plan, raw)
-        self.layout = self._weights.layout
+        self._versions = versions
+
+    def begin_load(self) -> None:
+        """Says that w13 and w2 are about to be written again, in the checkpoint's layout."""
+        self._weights = None
 
     def forward(self, x: torch.Tensor, batch: object = None) -> torch.Tensor:
         """Runs the layer.
 
         Args:
             x: [T, H]; not written to.
-            batch: The forward batch; `num_padding_tokens` is counted where it has any.
+            batch: The forward batch. `num_padding_tokens` is counted and `dp_num_tokens` (T of
+                every DP rank) is used where it has them.
 
         Returns:
             [T, H], complete on every TP rank.
+
+        Raises:
+            RuntimeError: `process_weights` was not called.
         """
         if self._weights is None:
             raise RuntimeError("process_weights() has to follow loading")
         self.padding_rows += getattr(batch, "num_padding_tokens", 0)
-        logits = F.linear(x.to(self.gate_weight.dtype), self.gate_weight)
-        out = self.kernel(x, logits, self.gate_bias, self._weights)
-        if self.shared_w13_weight is not None:
-            out = out + self._shared(x)
-        return self.parallel.all_reduce_tp(out) if self.kernel.is_partial else out
+        logits = self._linear(x.to(self.gate_weight.dtype), self.gate_weight)
+        dp_num_tokens = getattr(batch, "dp_num_tokens", None)
+        out = self.kernel(x, logits, self.gate_bias, self._weights, dp_num_tokens)
+        if not self.kernel.is_partial:
+            shared = self._shared(x)
+            return out if shared is None else out + self.parallel.all_reduce_tp(shared)
+        shared = self._shared(x)
+        # One sum over the ranks for both parts: the shared expert must come in once, not tp times.
+        return self.parallel.all_reduce_tp(out if shared is None else out + shared)
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        """The shared expert's output, this rank's part of it."""
-        assert self.shared_w13_weight is not None
-        assert self.shared_w2_weight is not None
-        h = activate(F.linear(x, self.shared_w13_weight), self.spec)
-        y = F.linear(h, self.shared_w2_weight)
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The shared expert's output, this rank's part of it; None without one."""
+        if self.shared_w13_weight is None or self.shared_w2_weight is None:
+            return None
+        h = activate(self._linear(x, self.shared_w13_weight), self.spec.activation)
+        y = self._linear(h, self.shared_w2_weight)
         if self.shared_gate_weight is not None:
-            y = y * torch.sigmoid(F.linear(x, self.shared_gate_weight))
+            y = y * torch.sigmoid(self._linear(x, self.shared_gate_weight))
         return y

@@ -2,8 +2,9 @@
 
 Priorities are relations between backends, so no backend carries a number of its own. Upstream's
 order is kept among upstream's members: on Hopper Triton comes first (vllm#44220), on Blackwell
-FlashInfer TRTLLM, then CUTLASS, then Triton. Data parallelism moves nothing to the back
-(upstream: vllm#36838): what made that necessary, duplicate ids of NaN rows, ends in the router.
+FlashInfer TRTLLM, then CUTLASS, then Triton; on ROCm AITER, then Triton. Data parallelism moves
+nothing to the back (upstream: vllm#36838): what made that necessary, duplicate ids of NaN rows,
+ends in the router.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Rule:
         platform: One of `spec.PLATFORMS`.
         condition: In words, for tables and logs.
         ranges: (largest T, names in order of preference), ascending in T; the last one's largest
-            T is `ANY`. Below the last range only backends with the layout of the last range's
-            choice are taken.
+            T is `ANY`. The last range chooses first, and the others only among backends with the
+            layout of its choice.
         applies: The condition as a predicate.
     """
 
@@ -36,9 +37,28 @@ class Rule:
     applies: Callable[[MoESpec], bool] = lambda spec: True
 
 
+_HOPPER = ("triton", "torch_grouped_mm", "flashinfer_trtllm", "flashinfer_cutlass", "sonicmoe")
+_BLACKWELL = ("flashinfer_trtllm", "flashinfer_cutlass", "triton", "torch_grouped_mm")
+
 TABLE: tuple[Rule, ...] = (
-    Rule("cpu", "any layer", ((ANY, ("cpu",)),)),
-    # The two have no experts in this tree: a backend of another package is named explicitly.
+    Rule(
+        "cuda-sm90",
+        "any layer",
+        ((ANY, _HOPPER),),
+    ),
+    # CUTLASS hangs on a B200 where I is no multiple of 128, and TRTLLM refuses (vllm#51492).
+    Rule(
+        "cuda-sm100",
+        "I no multiple of 128",
+        ((ANY, ("flashinfer_trtllm", "triton", "torch_grouped_mm", "flashinfer_cutlass")),),
+        lambda spec: spec.intermediate_size % 128 != 0,
+    ),
+    Rule("cuda-sm100", "any layer", ((ANY, _BLACKWELL),)),
+    Rule("cuda-sm120", "any layer", ((ANY, _BLACKWELL),)),
+    Rule("rocm", "any layer", ((ANY, ("aiter", "triton")),)),
+    Rule("xpu", "any layer", ((ANY, ("triton",)),)),
+    Rule("cpu", "any layer", ((ANY, ("cpu", "torch_grouped_mm")),)),
+    # The two have no experts in this tree: a backend of another package is asked for by name.
     Rule("tpu", "any layer", ((ANY, ()),)),
     Rule("oot", "any layer", ((ANY, ()),)),
 )

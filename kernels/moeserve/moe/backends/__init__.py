@@ -1,1 +1,4 @@
-"""The experts' backends: one file each, found by name through `registry.py`."""
+"""The experts' backends, one file each: a module here with a `BACKEND` is found by its name.
+
+`registry.py` finds them, `base.py` is what each has to be, and `policy.py` says which is preferred.
+"""

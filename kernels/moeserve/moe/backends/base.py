@@ -4,8 +4,9 @@ Receives tokens with their routing (`Routed`) or the router's logits, and weight
 own layout; returns the experts' sum for each token. Who moves tokens between ranks is
 `dispatch.py`; who chooses among backends is `oracle.py`; the routing itself is `routing.py`.
 
-A backend from outside the tree subclasses `Backend`, and registers an instance under the entry
-point group `moeserve.moe_backends`.
+A file of this folder ends with `BACKEND = ItsClass()`, which is how it is found. A backend from
+outside the tree subclasses `Backend` and registers under the entry point group
+`moeserve.moe_backends`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Traits:
         dtypes: Of weights and activations.
         activations: Activations it computes.
         activation_format: "flat" takes [T, H]; "batched" takes [E_loc, capacity, H].
-        takes: "ids" (a `Routed`) or "logits" (it routes by itself).
+        takes: "ids" (a `Routed`), "logits" (it routes by itself, by the rules of `routing.py`), or
+            "both": logits where tokens stay on their rank, ids where they were moved.
         has_weighting: It multiplies by the router's weights; else `dispatch.py` does.
         has_reduction: It returns [T, H], summed over slots; else [T, K, H].
         has_expert_maps: It can hold a part of the experts.
@@ -77,7 +79,7 @@ class Traits:
     dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16})
     activations: frozenset[str] = frozenset({"silu"})
     activation_format: Literal["flat", "batched"] = "flat"
-    takes: Literal["ids", "logits"] = "ids"
+    takes: Literal["ids", "logits", "both"] = "ids"
     has_weighting: bool = True
     has_reduction: bool = True
     has_expert_maps: bool = True
@@ -122,9 +124,7 @@ class Backend(ABC):
             return f"kernel does not support {str(spec.dtype).removeprefix('torch.')} weights"
         if spec.ep_size > 1 and not traits.has_expert_maps:
             return f"kernel does not support parallel config with ep_size={spec.ep_size}"
-        if spec.routing.weight_on_input and not (
-            traits.has_input_weighting or traits.takes == "ids"
-        ):
+        if spec.routing.weight_on_input and not traits.has_input_weighting:
             return "kernel does not support routing method with the weight on the input"
         if reason := self.limits(spec):
             return reason

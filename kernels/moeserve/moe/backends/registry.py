@@ -1,4 +1,4 @@
-"""Which backends there are: those of this tree, then those of other packages.
+"""Which backends there are: those of this folder, then those of other packages.
 
 Receives nothing, returns instances by name. The order of preference is `policy.py`, never the
 order here. A package adds a backend by an entry point in the group `moeserve.moe_backends` that
@@ -7,12 +7,15 @@ names an instance of `Backend`, or its class.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+from moeserve.moe import backends as folder
 from moeserve.moe.backends.base import Backend
-from moeserve.moe.backends.cpu import CpuExperts
 
 GROUP = "moeserve.moe_backends"
 
@@ -27,9 +30,9 @@ class Registry:
         broken: Name of an out-of-tree backend that could not be loaded, to the reason.
     """
 
-    in_tree: dict[str, Backend]
-    out_of_tree: dict[str, Backend]
-    broken: dict[str, str]
+    in_tree: Mapping[str, Backend]
+    out_of_tree: Mapping[str, Backend]
+    broken: Mapping[str, str]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,20 +50,34 @@ class Registry:
 
 @cache
 def registry() -> Registry:
-    """The registry of this process; entry points are read once."""
-    in_tree: dict[str, Backend] = {b.name: b for b in (CpuExperts(),)}
+    """The registry of this process; folder and entry points are read once."""
+    in_tree = load_folder()
     out_of_tree, broken = load_entry_points(entry_points(group=GROUP), in_tree)
     return Registry(in_tree, out_of_tree, broken)
 
 
+def load_folder() -> dict[str, Backend]:
+    """Backends of this tree; a module without a `BACKEND` is a helper of the others."""
+    found: dict[str, Backend] = {}
+    for module in pkgutil.iter_modules(folder.__path__):
+        backend = getattr(
+            importlib.import_module(f"{folder.__name__}.{module.name}"), "BACKEND", None
+        )
+        if backend is not None:
+            found[backend.name] = backend
+    return found
+
+
 def load_entry_points(
-    points: tuple[EntryPoint, ...] | object, in_tree: dict[str, Backend]
+    points: Iterable[EntryPoint], in_tree: Mapping[str, Backend]
 ) -> tuple[dict[str, Backend], dict[str, str]]:
-    """Loads other packages' backends; one that fails becomes a reason."""
+    """Loads other packages' backends; one that fails becomes a reason, never a crash."""
     out_of_tree: dict[str, Backend] = {}
     broken: dict[str, str] = {}
-    for point in points:  # type: ignore[attr-defined]
+    for point in points:
         name = point.name
+        if name in in_tree:
+            continue  # a name of this tree stays this tree's
         try:
             loaded = point.load()
             backend = loaded() if isinstance(loaded, type) else loaded
@@ -69,7 +86,7 @@ def load_entry_points(
             continue
         if not isinstance(backend, Backend):
             broken[name] = f"entry point {point.value} is no moeserve.moe.backends.base.Backend"
-        elif name in in_tree or name in out_of_tree:
+        elif name in out_of_tree:
             broken[name] = f"entry point {point.value} takes a name that is in use"
         elif backend.name != name:
             broken[name] = f"entry point {point.value} calls its backend {backend.name!r}"
