@@ -6,6 +6,7 @@ Receives specs and settings of `server.py`, which owns the order of things.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,12 +36,12 @@ def hold_port(stack: contextlib.ExitStack) -> int:
 
 
 def read_port(port_file: Path) -> int:
-    """Port that the server bound itself, 0 until the file is complete."""
+    """Port that the server bound itself (`{"port": N}`), 0 until the file is complete."""
     try:
-        content = port_file.read_text()
-    except OSError:
-        return 0
-    return int(content) if content.strip().isdigit() else 0
+        found = json.loads(port_file.read_text())["port"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0  # not there yet, or half written
+    return int(found)
 
 
 def child_env(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:

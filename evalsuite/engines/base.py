@@ -49,8 +49,8 @@ class Engine(Protocol):
         """
         ...
 
-    def unavailable_reason(self, job: EvalJob) -> str:
-        """Why this engine cannot serve the job on this machine, "" if it can."""
+    def unavailable_reason(self, job: EvalJob | None = None) -> str:
+        """Why this engine cannot serve the job (or any) on this machine, "" if it can."""
         ...
 
     def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:

@@ -5,7 +5,7 @@ Which backend it uses is known only if it answers `/v1/backends`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.engines.declared import served_model
@@ -15,7 +15,7 @@ from evalsuite.evidence import BackendEvidence
 from evalsuite.jobs import EvalJob
 
 
-@dataclass(frozen=True)
+@dataclass
 class External:
     """See the module's text.
 
@@ -25,7 +25,7 @@ class External:
     """
 
     base_url: str = ""
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     name: str = "external"
 
     def version(self) -> str:
@@ -44,7 +44,7 @@ class External:
         env = {"OPENAI_API_KEY": self.api_key} if self.api_key else {}
         return LaunchSpec((), env, served_model(job), (), self.base_url)
 
-    def unavailable_reason(self, job: EvalJob) -> str:
+    def unavailable_reason(self, job: EvalJob | None = None) -> str:
         """It runs already, or the start says why not."""
         return ""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.engines.declared import declared_backend, served_model
+from evalsuite.errors import ConfigError, Problem
 from evalsuite.evidence import BackendEvidence
 from evalsuite.jobs import EvalJob
 from evalsuite.readiness import get
@@ -52,8 +53,13 @@ class Moeserve:
             return __version__
 
     def launch_spec(self, job: EvalJob) -> LaunchSpec:
-        """`python -P -m moeserve MODEL ARGS --port 0 --port-file FILE`."""
+        """`python -P -m moeserve MODEL ARGS --port 0 --port-file FILE`.
+
+        Raises:
+            ConfigError: A flag that the server would refuse at its start.
+        """
         config = job.config
+        _check_flags(config.server_args, config.env)
         root = _source_root()
         path = [root, *filter(None, [config.env.get("PYTHONPATH", "")])] if root else []
         return LaunchSpec(
@@ -66,7 +72,7 @@ class Moeserve:
             port_args=("--host", "127.0.0.1", "--port", "0", "--port-file", "{port_file}"),
         )
 
-    def unavailable_reason(self, job: EvalJob) -> str:
+    def unavailable_reason(self, job: EvalJob | None = None) -> str:
         """Say what of the `server` extra is missing; nothing is imported."""
         missing = [
             name
@@ -99,6 +105,22 @@ class Moeserve:
         return BackendEvidence(
             declared=declared_backend(job), logged=logged, executed=executed, detail=detail
         )
+
+
+def _check_flags(args: tuple[str, ...], env: dict[str, str]) -> None:
+    """Let the server's own parser read the flags; without the server here nothing is checked."""
+    try:
+        from moeserve.args import parse
+        from moeserve.errors import UsageError
+    except ModuleNotFoundError:
+        return
+    try:
+        # Any model whose shapes are known: whether the weights are on this machine is a matter of
+        # the machine, and the server says it at its start.
+        parse(("qwen3-30b-a3b", *args, "--load-format", "dummy"), env)
+    except UsageError as error:
+        message = f"moeserve refuses these flags: {error}"
+        raise ConfigError(Problem("error", message, key="server_args")) from error
 
 
 def _ask(base_url: str, path: str, timeout_s: float, detail: dict[str, object]) -> Any:

@@ -74,7 +74,7 @@ class Sglang:
             port_args=("--host", "127.0.0.1", "--port", "{port}"),
         )
 
-    def unavailable_reason(self, job: EvalJob) -> str:
+    def unavailable_reason(self, job: EvalJob | None = None) -> str:
         """The package is not there."""
         return "" if self.version() else "engine sglang: the package sglang is not installed here"
 

@@ -70,7 +70,7 @@ class Vllm:
             port_args=("--host", "127.0.0.1", "--port", "{port}"),
         )
 
-    def unavailable_reason(self, job: EvalJob) -> str:
+    def unavailable_reason(self, job: EvalJob | None = None) -> str:
         """Neither the command nor the package is there."""
         if self.version() or shutil.which("vllm"):
             return ""

@@ -144,7 +144,7 @@ def main() -> None:
     server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if opts.port_file:
         partial = Path(opts.port_file + ".partial")
-        partial.write_text(str(server.server_address[1]))
+        partial.write_text(json.dumps({"port": server.server_address[1]}))
         partial.rename(opts.port_file)
     server.serve_forever()
 

@@ -143,7 +143,7 @@ def _with_port(start_settings: StartSettings, port: str) -> StartSettings:
     """The port file appears at once, as if the child had claimed the foreign port."""
     path = start_settings.log_path.with_suffix(".port")
     path.parent.mkdir(parents=True)
-    threading.Timer(0.3, lambda: path.write_text(port)).start()
+    threading.Timer(0.3, lambda: path.write_text(f'{{"port": {port}}}')).start()
     return start_settings
 
 

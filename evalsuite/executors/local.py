@@ -1,0 +1,72 @@
+"""One job after the other on this machine, jobs with the same launch next to each other.
+
+Receives jobs and what the run has in common; returns verdicts in the order of the jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from evalsuite import pipeline
+from evalsuite.engines.base import LaunchSpec
+from evalsuite.errors import ServerError
+from evalsuite.jobs import EvalJob
+from evalsuite.pipeline import Run, RunOptions
+from evalsuite.progress import Display
+from evalsuite.run_folder import RunFolder
+from evalsuite.verdict import Status, Verdict
+
+OnVerdict = Callable[[Verdict], None]
+
+
+def group_by_launch(jobs: Sequence[EvalJob], options: RunOptions) -> list[list[EvalJob]]:
+    """Jobs that one server can serve, in order of first appearance; skipped jobs stand alone."""
+    groups: list[tuple[LaunchSpec | None, list[EvalJob]]] = []
+    for job in jobs:
+        spec = None if job.skip_reason else pipeline.engine_of(job, options).launch_spec(job)
+        for known, group in groups:
+            if spec is not None and known == spec:
+                group.append(job)
+                break
+        else:
+            groups.append((spec, [job]))
+    return [group for _, group in groups]
+
+
+def execute(
+    jobs: Sequence[EvalJob],
+    options: RunOptions,
+    folder: RunFolder,
+    display: Display,
+    *,
+    stops_at_failure: bool = False,
+) -> list[Verdict]:
+    """Run every job that has no verdict in the folder yet.
+
+    Args:
+        jobs: The jobs.
+        options: Common to the run.
+        folder: Receives each verdict at once.
+        display: Told what happens.
+        stops_at_failure: Leave the rest after the first FAIL or ERROR.
+    """
+    verdicts: dict[str, Verdict] = {}
+    ordered = [job for group in group_by_launch(jobs, options) for job in group]
+    server = pipeline.open_server(options, folder)
+    try:
+        run = Run(options, folder, server, display)
+        for number, job in enumerate(ordered, start=1):
+            display.job_started(job.id, f"{number}/{len(ordered)}")
+            verdict = folder.kept(job.id) or pipeline.run(job, run)
+            folder.keep(verdict)
+            verdicts[job.id] = verdict
+            display.job_ended(verdict)
+            if stops_at_failure and verdict.status in (Status.FAIL, Status.ERROR):
+                break
+    finally:
+        try:
+            server.close()
+        except ServerError as error:
+            # The verdicts stand; whoever uses this machine next must know.
+            display.note(str(error))
+    return [verdicts[job.id] for job in jobs if job.id in verdicts]

@@ -1,0 +1,258 @@
+"""`run(job) -> Verdict`: the straight line of one job, readable top to bottom.
+
+Receives a job and the things of the run (options, the shared server, the run folder); returns
+its verdict and never raises for what a server or a reply may do. In which order jobs run, and
+where, is `executors/`; what is made of the verdicts is `report/`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from evalsuite import baseline_store, engines, evaluators, tasks
+from evalsuite.baseline import BaselinePair
+from evalsuite.engine_checks import (
+    DraftCounters,
+    acceptance_fault,
+    call_rpc_checks,
+    read_draft_counters,
+)
+from evalsuite.engines.base import Engine
+from evalsuite.engines.external import External
+from evalsuite.errors import ConfigError, EvalError, EvalsuiteError, ServerError
+from evalsuite.evaluators.base import EvalResult, EvaluationRequest
+from evalsuite.evidence import BackendEvidence
+from evalsuite.gpu_memory import GpuMemory
+from evalsuite.jobs import EvalJob
+from evalsuite.judge import RunContext, judge, needs_repeat
+from evalsuite.progress import Display
+from evalsuite.run_folder import RunFolder
+from evalsuite.server import RunningServer, StartSettings
+from evalsuite.shared_server import SharedServer
+from evalsuite.tasks.base import TaskSettings
+from evalsuite.tasks.data import source_from
+from evalsuite.verdict import Status, Verdict
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run has in common, whatever executes it; can be sent to another machine.
+
+    Attributes:
+        environ: The suite's environment, read once by the entry file.
+        base_url: An external server for every job, "" for none.
+        limit: Ask only the first questions of each job.
+        data_dir: Folder of data files.
+        baselines: Folder of approved baselines.
+        grace_s: Seconds between TERM and KILL of a server.
+        commit: Revision of the code under test.
+        hardware: Name of this machine's accelerator or CPU.
+        family_size: Jobs of the run with a paired gate; they share one false-alarm rate.
+    """
+
+    environ: Mapping[str, str] = field(repr=False)
+    base_url: str = ""
+    limit: int | None = None
+    data_dir: Path | None = None
+    baselines: Path = Path("baselines")
+    grace_s: float = 10.0
+    commit: str = ""
+    hardware: str = ""
+    family_size: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on this machine."""
+
+    options: RunOptions
+    folder: RunFolder
+    server: SharedServer
+    display: Display
+
+
+def open_server(options: RunOptions, folder: RunFolder) -> SharedServer:
+    """The (not yet started) server of a run."""
+    return SharedServer(
+        StartSettings(folder.servers, 0.0, options.environ, options.grace_s, memory=GpuMemory())
+    )
+
+
+def engine_of(job: EvalJob, options: RunOptions) -> Engine:
+    """The job's engine; `--base-url` makes every job an external one."""
+    if options.base_url or job.config.engine == "external":
+        return External(options.base_url, options.environ.get("OPENAI_API_KEY", ""))
+    return engines.get(job.config.engine)
+
+
+def check(jobs: Sequence[EvalJob], options: RunOptions) -> None:
+    """Find what is the user's to mend before anything starts.
+
+    Raises:
+        ConfigError: With every flag, task, data file and baseline that does not fit.
+    """
+    problems = []
+    data = source_from(options.environ, options.data_dir)
+    for job in jobs:
+        if job.skip_reason:
+            continue
+        config = job.config
+        try:
+            engine_of(job, options).launch_spec(job)
+            evaluators.get(config.evaluator)
+            task = tasks.get(config.task)
+            tasks.gating_metric(task, config.metric)
+            if config.evaluator == "builtin":
+                asked = TaskSettings(
+                    options.limit or config.num_questions,
+                    config.num_fewshot,
+                    config.gen_prefix,
+                    data,
+                )
+                task.samples(asked)
+            _baseline(job, options)
+        except ConfigError as error:
+            problems += [p for p in error.problems if p not in problems]
+    if problems:
+        raise ConfigError(problems)
+
+
+def run(job: EvalJob, this: Run) -> Verdict:
+    """One job: skip? server, questions, evidence, verdict."""
+    began = time.monotonic()
+    result: EvalResult | None = None
+    evidence = BackendEvidence()
+    error: EvalsuiteError | None = None
+    context = RunContext(
+        commit=this.options.commit,
+        hardware=this.options.hardware,
+        reproduce=reproduce(job, this.options),
+        family_size=this.options.family_size,
+    )
+    fault = ""
+    if not job.skip_reason:
+        engine = engine_of(job, this.options)
+        context = replace(context, engine=f"{engine.name} {engine.version()}".strip())
+        try:
+            if reason := engine.unavailable_reason(job):
+                raise ServerError(f"start: {reason}")
+            server, is_new = _acquire(job, engine, this)
+            context = replace(context, startup_s=server.startup_s if is_new else 0.0)
+            before = _drafts(job, server)
+            result = _evaluate(job, server, this, context)
+            evidence = engine.evidence(job, server.base_url, server.log_text())
+            fault = _acceptance(job, server, before)
+            if not server.is_alive:
+                raise server.died("evaluation")
+        except EvalsuiteError as caught:
+            error = caught
+    verdict = judge(
+        job,
+        result,
+        evidence,
+        error=error,
+        baseline=_baseline(job, this.options) if error is None and not job.skip_reason else None,
+        records=this.folder.records(job.id),
+        context=replace(context, duration_s=time.monotonic() - began),
+    )
+    if fault and verdict.status is Status.PASS:
+        verdict = replace(verdict, status=Status.FAIL, reason=fault)
+    return verdict
+
+
+def _acquire(job: EvalJob, engine: Engine, this: Run) -> tuple[RunningServer, bool]:
+    """A ready server for the job, checked by the RPCs that the file names."""
+    settings = StartSettings(
+        this.server.log_folder,
+        job.config.startup_max_wait_seconds,
+        this.options.environ,
+        this.options.grace_s,
+        on_wait=lambda waited_s, seen: this.display.waiting(job.id, waited_s, seen),
+        memory=this.server.memory,
+    )
+    server, is_new = this.server.acquire(engine.launch_spec(job), settings)
+    if is_new:
+        call_rpc_checks(server.base_url, job.config.startup_rpc_checks)
+    return server, is_new
+
+
+def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContext) -> EvalResult:
+    """Ask the questions, again on the warm server where the gate's plan wants it.
+
+    Raises:
+        ServerError: The server died; within a second, whatever the client was doing.
+        EvalError: The evaluator could not do its work.
+    """
+    request = EvaluationRequest(
+        base_url=server.base_url,
+        served_model=server.model,
+        config=job.config,
+        ledger_path=this.folder.ledger(job.id),
+        data=source_from(this.options.environ, this.options.data_dir),
+        limit=this.options.limit,
+        api_key=server.api_key,
+        on_progress=lambda progress: this.display.questions(job.id, progress),
+        should_abort=lambda: "" if server.is_alive else "the server process ended",
+    )
+    baseline = _baseline(job, this.options)
+    evaluate = evaluators.get(job.config.evaluator).evaluate
+    while True:
+        result = _guarded(evaluate, request, server)
+        records = this.folder.records(job.id)
+        if result.stopped or not needs_repeat(job, result, baseline, records, context):
+            return result
+        request = replace(request, repeats=request.repeats + 1)
+
+
+def _guarded(
+    evaluate: Callable[[EvaluationRequest], EvalResult],
+    request: EvaluationRequest,
+    server: RunningServer,
+) -> EvalResult:
+    """Evaluate; a dead server is the error, whatever the evaluator made of it."""
+    try:
+        result = evaluate(request)
+    except EvalError:
+        if server.is_alive:
+            raise
+        raise server.died("evaluation") from None
+    if not server.is_alive:
+        raise server.died("evaluation")
+    return result
+
+
+def _baseline(job: EvalJob, options: RunOptions) -> BaselinePair | None:
+    if job.config.gate.name not in ("paired", "equal"):
+        return None
+    return baseline_store.resolve(job.config.baseline, job.id, options.baselines)
+
+
+def _drafts(job: EvalJob, server: RunningServer) -> DraftCounters:
+    if job.config.min_acceptance_length is None:
+        return DraftCounters()
+    return read_draft_counters(server.base_url)
+
+
+def _acceptance(job: EvalJob, server: RunningServer, before: DraftCounters) -> str:
+    least = job.config.min_acceptance_length
+    if least is None:
+        return ""
+    after = read_draft_counters(server.base_url)
+    return acceptance_fault(after.acceptance_length_since(before), least)
+
+
+def reproduce(job: EvalJob, options: RunOptions) -> str:
+    """The command that runs this job again."""
+    words = ["evalsuite", "run", "--config", str(job.path)]
+    if job.pool is not None:
+        words += ["--pool", job.pool.name]
+    if options.base_url:
+        words += ["--base-url", options.base_url]
+    elif job.config.engine != "moeserve":
+        words += ["--engine", job.config.engine]
+    if options.limit is not None:
+        words += ["--limit", str(options.limit)]
+    return " ".join(words)

@@ -1,0 +1,119 @@
+"""The folder of one run: what was asked for, what is on disk already, the reports at the end.
+
+    results/<run>/run.json              the selection, for --resume and rerun
+    results/<run>/jobs/<job>/           ledger.jsonl, verdict.json
+    results/<run>/servers/001.log       one per server started
+    results/<run>/results.json, junit.xml, summary.md, questions/<job>.jsonl
+
+Receives verdicts as they come, so that an interrupted run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evalsuite import __version__
+from evalsuite.errors import ConfigError
+from evalsuite.files import file_stem, write_text
+from evalsuite.ledger import LedgerRecord, read_ledger
+from evalsuite.report import RunMeta, write_all
+from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
+from evalsuite.verdict import Status, Verdict
+
+# A job with one of these need not run again when its run is resumed.
+_DECIDED = frozenset({Status.PASS, Status.FAIL, Status.INCONCLUSIVE})
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """See the module's text.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    @property
+    def servers(self) -> Path:
+        """Where server logs go."""
+        return self.path / "servers"
+
+    def job(self, job_id: str) -> Path:
+        """Folder of one job."""
+        return self.path / "jobs" / file_stem(job_id)
+
+    def ledger(self, job_id: str) -> Path:
+        """Ledger of one job."""
+        return self.job(job_id) / "ledger.jsonl"
+
+    def begin(self, asked: Mapping[str, Any]) -> None:
+        """Write down what is asked for, before anything starts."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / "run.json").exists():
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            data = {"started_at": now, "version": __version__, "asked": dict(asked)}
+            write_text(self.path / "run.json", json.dumps(data, indent=1) + "\n")
+
+    def asked(self) -> dict[str, Any]:
+        """What the run was asked for.
+
+        Raises:
+            ConfigError: No run folder.
+        """
+        return dict(self._read_run()["asked"])
+
+    def keep(self, verdict: Verdict) -> None:
+        """Write one job's verdict."""
+        text = json.dumps(verdict_to_dict(verdict), indent=1, default=str) + "\n"
+        write_text(self.job(verdict.job_id) / "verdict.json", text)
+
+    def kept(self, job_id: str) -> Verdict | None:
+        """The job's verdict where it is decided, None where it has to run (again)."""
+        path = self.job(job_id) / "verdict.json"
+        if not path.is_file():
+            return None
+        verdict = verdict_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return verdict if verdict.status in _DECIDED else None
+
+    def records(self, job_id: str) -> list[LedgerRecord]:
+        """The job's ledger, [] where nothing was asked."""
+        path = self.ledger(job_id)
+        return read_ledger(path) if path.is_file() else []
+
+    def finish(self, verdicts: Sequence[Verdict], command: str, duration_s: float) -> None:
+        """Write every report."""
+        run = self._read_run()
+        meta = RunMeta(
+            run_id=self.path.name,
+            started_at=str(run.get("started_at", "")),
+            command=command,
+            version=__version__,
+            host=socket.gethostname(),
+            duration_s=duration_s,
+        )
+        ledgers = {verdict.job_id: self.records(verdict.job_id) for verdict in verdicts}
+        write_all(self.path, verdicts, ledgers, meta)
+
+    def _read_run(self) -> dict[str, Any]:
+        path = self.path / "run.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.path}: not the folder of a run: {error}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("asked"), dict):
+            raise ConfigError(f"{path}: not what this version writes")
+        return data
+
+
+def new_folder(results: Path) -> RunFolder:
+    """A folder that no other run has: time, and a few random digits."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return RunFolder(results / f"{now}-{secrets.token_hex(2)}")

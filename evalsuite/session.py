@@ -1,0 +1,221 @@
+"""What `evalsuite run` and `pytest evalsuite` have in common: request -> jobs -> run folder.
+
+Receives a `RunRequest` (the command line as data, kept in the run's folder so that it can be
+resumed) and the environment; returns jobs that were checked as far as possible without starting
+anything. The two entry files are `cli_run.py` and `plugin.py`.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from evalsuite import pipeline, shards
+from evalsuite.errors import ConfigError, Problem
+from evalsuite.jobs import EvalJob, Selection, load_jobs
+from evalsuite.lists import configs_root
+from evalsuite.machine import Machine, detect_machine
+from evalsuite.pipeline import RunOptions
+
+# Where CI systems say what they test; asked before git, which may be absent or see a merge.
+_COMMIT_VARIABLES = ("EVALSUITE_COMMIT", "BUILDKITE_COMMIT", "GITHUB_SHA")
+DURATIONS_FILE = "durations.json"
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One command line, as plain values.
+
+    Attributes:
+        configs: Lists, YAMLs, bare names.
+        root: Folder of the suites, "" to find it.
+        only: Job ids or file stems to keep.
+        engine: Engine in place of the files' own, "" for theirs.
+        base_url: Server to evaluate; makes every job external.
+        pool: Pool in place of the lists' own.
+        limit: First questions only, None for all.
+        shard: "i/n", "" for everything.
+        durations: File of recorded durations for shards, "" for the one beside the configs.
+        results: Folder that run folders go into.
+        data_dir: Folder of data files, "" to look in the usual places.
+        baselines: Folder of approved baselines.
+        executor: "local" or "ray".
+        stops_at_failure: Leave the rest after the first FAIL or ERROR.
+    """
+
+    configs: tuple[str, ...] = ()
+    root: str = ""
+    only: tuple[str, ...] = ()
+    engine: str = ""
+    base_url: str = ""
+    pool: str = ""
+    limit: int | None = None
+    shard: str = ""
+    durations: str = ""
+    results: str = "results"
+    data_dir: str = ""
+    baselines: str = "baselines"
+    executor: str = "local"
+    stops_at_failure: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `run.json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunRequest:
+        """Read `run.json` back; keys of other versions are passed over."""
+        known = {item.name for item in fields(cls)}
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be run.
+
+    Attributes:
+        jobs: Those of this shard.
+        options: Common to the run.
+        problems: Warnings and notes.
+        num_selected: Jobs of all shards.
+    """
+
+    jobs: tuple[EvalJob, ...]
+    options: RunOptions
+    problems: tuple[Problem, ...] = ()
+    num_selected: int = 0
+    machine: Machine = field(default_factory=Machine)
+
+
+def prepare(request: RunRequest, environ: Mapping[str, str]) -> Prepared:
+    """Find the jobs of a request and check everything that needs no server.
+
+    Raises:
+        ConfigError: With every fault of every list, file and option; an empty selection too.
+    """
+    _check_options(request)
+    machine = detect_machine(environ=environ)
+    root = configs_root(request.root or None)
+    overrides = {"engine": request.engine} if request.engine else {}
+    if request.base_url:
+        overrides = {"engine": "external"}
+    found = load_jobs(
+        Selection(request.configs, root, overrides, request.pool, request.only), machine
+    )
+    problems = list(found.problems)
+    if not found.jobs:
+        named = ", ".join(request.configs)
+        raise ConfigError(f"{named}: nothing selected; the list has no jobs")
+    jobs: Sequence[EvalJob] = found.jobs
+    if request.executor == "ray":
+        # Which machine a job fits is the cluster's to say, not this one's.
+        jobs = [replace(job, skip_reason="") for job in jobs]
+    if request.shard:
+        path = Path(request.durations) if request.durations else root / DURATIONS_FILE
+        durations, faults = shards.read_durations(path)
+        problems += faults
+        jobs = shards.take(jobs, durations, shards.parse_shard(request.shard))
+    options = RunOptions(
+        environ=environ,
+        base_url=request.base_url,
+        limit=request.limit,
+        data_dir=Path(request.data_dir) if request.data_dir else None,
+        baselines=Path(request.baselines),
+        commit=commit_of(environ),
+        hardware=hardware_name(machine),
+        family_size=max(
+            1, sum(job.config.gate.name == "paired" and not job.skip_reason for job in jobs)
+        ),
+    )
+    pipeline.check(jobs, options)
+    return Prepared(tuple(jobs), options, tuple(problems), len(found.jobs), machine)
+
+
+def _check_options(request: RunRequest) -> None:
+    problems = []
+    if request.limit is not None and request.limit < 1:
+        problems.append(f"--limit {request.limit}: at least one question has to be asked")
+    if request.base_url and not request.base_url.startswith(("http://", "https://")):
+        problems.append(f"--base-url {request.base_url!r} is no URL, such as http://host:8000")
+    if request.base_url and request.engine not in ("", "external"):
+        problems.append(f"--base-url names a running server; --engine {request.engine} starts one")
+    if request.executor not in ("local", "ray"):
+        problems.append(f"--executor {request.executor!r}; known: local, ray")
+    if problems:
+        raise ConfigError([Problem("error", text) for text in problems])
+
+
+def with_new_configs(request: RunRequest, names: Sequence[str]) -> RunRequest:
+    """Sort positional names into lists or files to read, and jobs to keep of them.
+
+    A name with a known ending, or of an existing file, is one more `--config`. Beside a
+    `--config` any other name keeps jobs; alone it is looked up among the files of all suites.
+    """
+    configs, only = list(request.configs), list(request.only)
+    for name in names:
+        if name.endswith((".txt", ".yaml", ".yml")) or Path(name).is_file():
+            configs.append(name)
+        elif request.configs:
+            only.append(name)
+        else:
+            configs += _files_of_job(name, request.root)
+    return replace(request, configs=tuple(configs), only=tuple(only))
+
+
+def _files_of_job(name: str, root: str) -> list[str]:
+    folder = configs_root(root or None)
+    suite, _, stem = name.rpartition("/")
+    found = sorted(folder.glob(f"{suite or '**'}/{stem}.yaml"))
+    if not found:
+        from evalsuite.names import suggestion
+
+        stems = sorted({path.stem for path in folder.glob("**/*.yaml")} - {"hardware"})
+        raise ConfigError(f"no job {name!r} below {folder}{suggestion(stem, stems)}")
+    if len(found) > 1:
+        known = ", ".join(str(path.relative_to(folder).with_suffix("")) for path in found)
+        raise ConfigError(f"{name!r} names several jobs: {known}")
+    return [str(found[0])]
+
+
+def commit_of(environ: Mapping[str, str]) -> str:
+    """Revision of the code under test: what CI says, else the working directory's."""
+    for name in _COMMIT_VARIABLES:
+        if environ.get(name):
+            return environ[name]
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def hardware_name(machine: Machine) -> str:
+    """The accelerators, or the processor where there are none."""
+    if machine.num_gpus:
+        return str(machine)
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no /proc: the platform's own word has to do
+    return platform.processor() or platform.machine()
+
+
+def interrupt_on_sigterm() -> None:
+    """Let TERM end a run the way Ctrl-C does: servers stopped, reports written."""
+
+    def raise_interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, raise_interrupt)
