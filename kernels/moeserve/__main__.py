@@ -50,7 +50,8 @@ def _dispatch(words: list[str]) -> int:
         return _run(_COMMANDS[command], words[1:])
     if command == "serve":
         words = words[1:]
-    from moeserve.args import help_text, parse
+    from moeserve.args import parse
+    from moeserve.help import help_text
 
     if "--help" in words or "-h" in words or not words:
         print(help_text())

@@ -264,29 +264,3 @@ def _number(flag: Flag, spelling: str, text: str) -> int | float:
         upper = f" and at most {high:g}" if high is not None else ""
         raise UsageError(f"{spelling} {text}: want at least {low or 0:g}{upper}")
     return number
-
-
-def help_text() -> str:
-    """Return the text of `moeserve --help`: every option with its default."""
-    lines = [
-        "usage: moeserve MODEL [options]      (also: moeserve serve MODEL, python -m moeserve)",
-        "       moeserve backends|bench|repro ...",
-        "",
-        "MODEL: a Hugging Face folder, moeserve/minigsm-tiny, a hub name that is in the local",
-        "cache, or a preset with --load-format dummy.",
-        "",
-        "options (dashes or underscores, --a b or --a=b):",
-    ]
-    for flag in FLAGS:
-        name = f"{flag.short}, {flag.name}" if flag.short else flag.name
-        if flag.kind == "switch":
-            name += ", --no-" + flag.name.removeprefix("--")
-        value = default_of(flag)
-        shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-        choices = f" One of: {', '.join(flag.choices)}." if flag.choices else ""
-        lines.append(f"  {name}\n      {flag.help}{choices} Default: {shown or _empty(flag)}")
-    return "\n".join(lines)
-
-
-def _empty(flag: Flag) -> str:
-    return {"int": "0", "float": "0"}.get(flag.kind, "none")

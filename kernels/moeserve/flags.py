@@ -1,7 +1,6 @@
 """The command line of `moeserve serve` as data: one row a flag.
 
-`args.py` parses with it, prints `--help` from it, and the table in `docs/server.md` is checked
-against it. Defaults are not here: each row names the dataclass field that holds its default.
+`args.py` parses with it; `help.py` prints `--help` and the table of `docs/server.md` from it. Defaults are not here: each row names the dataclass field that holds its default.
 """
 
 from __future__ import annotations

@@ -46,7 +46,15 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the process's handlers as they are."""
         yield
+
+
+async def _start_engine(config: EngineConfig) -> EngineClient:
+    # Late, so that the socket listens before anything heavy is imported.
+    from moeserve.engine.process import start_engine
+
+    return await start_engine(config)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -124,7 +132,7 @@ class _Launcher:
         self, config: ServeConfig, sock: socket.socket, start: StartEngine | None = None
     ) -> None:
         self._config = config
-        self._start = start
+        self._start = start or _start_engine
         self._sock = sock
         self._service = Service(config)
         self._engine: EngineClient | None = None
@@ -165,14 +173,10 @@ class _Launcher:
         self._exit_status = 1
 
     async def _load(self) -> None:
-        start_engine = self._start
-        if start_engine is None:
-            from moeserve.engine.process import start_engine
-
         start = time.perf_counter()
         config = self._config
         logger.info("loading %s", config.engine.model)
-        starting = asyncio.create_task(start_engine(config.engine))
+        starting = asyncio.ensure_future(self._start(config.engine))
         try:
             tokenizer = await asyncio.to_thread(tokenizer_of, config)
         except BaseException:
