@@ -36,7 +36,7 @@ def print_problems(problems: Sequence[Problem], *, is_verbose: bool = False) -> 
                 print(problem)
             continue
         more = len(group) - 1
-        print(group[0], f"(and {more} more like it; --verbose lists them)" if more else "")
+        print(f"{group[0]}" + (f" (and {more} more like it; --verbose lists them)" if more else ""))
 
 
 def validate(

@@ -152,7 +152,8 @@ def _check(text: str, path: Path, list_path: Path, pool_name: str, root: Path) -
         line = loaded.lines["server_args"]
         problems += check_capacity(loaded.config, layout_of(loaded.config), pool, str(path), line)
     if path.exists():
-        problems.append(Problem("error", "exists already; nothing is overwritten", str(path)))
+        message = f"exists already and is not overwritten; add its line to {list_path}, or --name"
+        problems.append(Problem("error", message, str(path)))
     if list_path.is_file() and path.name in list_path.read_text(encoding="utf-8-sig").split():
         problems.append(Problem("error", f"lists {path.name} already", str(list_path)))
     errors = [problem for problem in problems if problem.severity == "error"]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from evalsuite import engines
 from evalsuite.capacity import check_capacity
-from evalsuite.config import LoadedConfig, read_config
+from evalsuite.config import EvalConfig, LoadedConfig, read_config
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.hardware import FILE_NAME, Hardware, read_hardware
+from evalsuite.jobs import make_job
 from evalsuite.layout import layout_of
 from evalsuite.lists import (
     YAML_SUFFIXES,
@@ -161,11 +163,25 @@ class _Surveyor:
         loaded = read_config(path, self.overrides)
         self.result.configs[key] = loaded
         self.result.problems += loaded.problems
+        if loaded.config is not None:
+            self.result.problems += _refused_flags(loaded.config, loaded, path)
         if self.is_strict and loaded.config is not None and not loaded.config.provenance:
             line = loaded.lines.get("accuracy_threshold", 1)
             message = "says not where the threshold comes from; add `provenance: ...`"
             self.result.problems.append(Problem("error", message, str(path), line, "provenance"))
         return loaded
+
+
+def _refused_flags(config: EvalConfig, loaded: LoadedConfig, path: Path) -> list[Problem]:
+    """Flags that the engine cannot take; an external server has none of ours."""
+    if config.engine == "external":
+        return []
+    try:
+        engines.get(config.engine).launch_spec(make_job(path, config, None))
+    except ConfigError as error:
+        line = loaded.lines.get("server_args", 1)
+        return [replace(problem, file=str(path), line=line) for problem in error.problems]
+    return []
 
 
 def _suites(folder: Path) -> Iterator[Path]:
