@@ -100,8 +100,9 @@ def new_config(
 ) -> int:
     """Write a valid YAML and add it to its list."""
     from evalsuite import cli_config
+    from evalsuite.new_config import NewConfig
 
-    asked = cli_config.NewConfig(
+    asked = NewConfig(
         model=model,
         backend=backend,
         layout=layout,
