@@ -1,7 +1,7 @@
 """Names that are discovered from folders, and the closest one to a misspelling.
 
-An engine or an evaluator is one file of its folder, which is not imported to learn its name.
-A task's file names its tasks itself (`evalsuite.tasks`).
+An engine or an evaluator is one file of its folder, and its name is the file's with `-` for `_`;
+it is not imported to learn that. A task's file names its tasks itself (`evalsuite.tasks`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ _FOLDERS = {"engine": "engines", "evaluator": "evaluators"}
 # What makes a file of such a folder an engine or an evaluator, and not a helper.
 _MARKS = {
     "engine": re.compile(r"^ENGINE\b", re.MULTILINE),
-    "evaluator": re.compile(r"^(?:EVALUATOR\b|(?:async )?def evaluate\b)", re.MULTILINE),
-}
-# What makes a file of such a folder an engine or an evaluator, and not a helper; an evaluator
-# writes its name down, because the field's `lm-eval` is no Python identifier.
-_MARKS = {
-    "engine": re.compile(r"^ENGINE\b()", re.MULTILINE),
-    "evaluator": re.compile(r"^NAME(?:: \w+)? = \"([\w-]+)\"", re.MULTILINE),
+    "evaluator": re.compile(r"^NAME\b", re.MULTILINE),
 }
 
 
@@ -34,12 +28,11 @@ def known(kind: str) -> tuple[str, ...]:
         from evalsuite import tasks
 
         return tuple(tasks.names())
-    found = []
-    for path in sorted((_PACKAGE / _FOLDERS[kind]).glob("*.py")):
-        mark = _MARKS[kind].search(path.read_text(encoding="utf-8"))
-        if mark:
-            found.append(mark.group(1) or path.stem)
-    return tuple(found)
+    return tuple(
+        path.stem.replace("_", "-")
+        for path in sorted((_PACKAGE / _FOLDERS[kind]).glob("*.py"))
+        if _MARKS[kind].search(path.read_text(encoding="utf-8"))
+    )
 
 
 def check_known(kind: str, value: str) -> None:

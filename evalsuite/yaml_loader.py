@@ -114,7 +114,8 @@ def parse_document(text: str, file: str) -> Document:
         root = compose(text, report)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        report(_syntax_message(error), mark.line + 1 if mark else 0)
+        at = text.splitlines()[mark.line : mark.line + 1] if mark else []
+        report(_syntax_message(error, "".join(at)), mark.line + 1 if mark else 0)
         return Document(file, None, problems=problems)
     except yaml.YAMLError as error:
         report(f"is not YAML: {str(error).splitlines()[0]}", 0)
@@ -139,12 +140,12 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def _syntax_message(error: yaml.MarkedYAMLError) -> str:
+def _syntax_message(error: yaml.MarkedYAMLError, line: str) -> str:
     """One line out of PyYAML's problem, with the usual cause where there is one."""
     problem = error.problem or "syntax error"
     context = f" {error.context}" if error.context else ""
     hint = ""
-    if "'\\t'" in problem or "tab" in problem:
+    if line[: len(line) - len(line.lstrip())].count("\t"):
         hint = "; YAML indents with blanks, not tabs"
     elif "mapping values are not allowed" in problem:
         hint = "; quote a value that holds `: `, or mend the indentation"
