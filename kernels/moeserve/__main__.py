@@ -21,7 +21,7 @@ _BENCHES = {
     "startup": "moeserve.bench.startup",
 }
 # Each module has `main(argv) -> exit status`.
-_COMMANDS = {"backends": "moeserve.moe.report", "repro": "moeserve.moe.repro"}
+_COMMANDS = {"backends": "moeserve.backends_command", "repro": "moeserve.bench.repro"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
