@@ -37,7 +37,7 @@ demo: $(VENV)/.server
 	$(BIN)/python -m pytest evalsuite --config config-cpu.txt
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow" tests
+	$(BIN)/python -m pytest -q -m "not slow" --timeout=300 tests
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -129,7 +129,7 @@ def run(job: EvalJob, this: Run) -> Verdict:
     context = RunContext(
         commit=this.options.commit,
         hardware=this.options.hardware,
-        reproduce=reproduce(job, this.options),
+        reproduce="" if job.skip_reason else reproduce(job, this.options),
         family_size=this.options.family_size,
     )
     fault = ""

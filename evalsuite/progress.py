@@ -88,7 +88,7 @@ class PlainDisplay:
     def __init__(self, write: Callable[[str], None], every_s: float = PLAIN_EVERY_S) -> None:
         self._write = write
         self._every_s = every_s
-        self._last = 0.0
+        self._last = time.monotonic()
 
     def job_started(self, job_id: str, position: str) -> None:
         """Say which job begins."""

@@ -192,6 +192,7 @@ def _start_once(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
         guard.callback(server.stop)
         _wait_ready(server, port, port_file, settings)
         guard.pop_all()
+        port_file.unlink(missing_ok=True)
         return server
 
 

@@ -1,0 +1,255 @@
+"""A pytest run of the suite: options, one test per job, the run inside a fixture.
+
+Receives pytest's options; parametrises `test_accuracy.py` with the jobs. Because the job runs in
+the `verdict` fixture, an infrastructure fault is pytest's *error* and a low score its *failure*,
+in every report format. Exit codes, reports and the table are those of `evalsuite run`; pytest's
+own stay for usage errors, interrupts and internal errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evalsuite import pipeline
+from evalsuite.errors import ConfigError, ServerError
+from evalsuite.executors.local import group_by_launch
+from evalsuite.jobs import EvalJob
+from evalsuite.pipeline import Run
+from evalsuite.progress import PlainDisplay
+from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
+from evalsuite.run_folder import RunFolder, new_folder
+from evalsuite.session import Prepared, RunRequest, interrupt_on_sigterm, prepare
+from evalsuite.shared_server import SharedServer
+from evalsuite.verdict import EXIT_OK, Status, Verdict, exit_code
+
+_PREPARED = pytest.StashKey[Prepared]()
+_FOLDER = pytest.StashKey[RunFolder]()
+_VERDICT = pytest.StashKey[Verdict]()
+# Attribute of a test report; it travels from a worker of pytest-xdist to the main process.
+_ON_REPORT = "evalsuite_verdict"
+_REPLACED = (
+    pytest.ExitCode.OK,
+    pytest.ExitCode.TESTS_FAILED,
+    pytest.ExitCode.NO_TESTS_COLLECTED,
+)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare the options of `pytest evalsuite`."""
+    group = parser.getgroup("evalsuite", "accuracy evaluation of MoE servers")
+    add = group.addoption
+    add("--config", action="append", default=[], metavar="LIST", help="List or YAML; repeatable.")
+    add("--engine", default="", help="Engine in place of the files' own.")
+    add("--base-url", default="", help="Evaluate this running server; nothing is started.")
+    add("--pool", default="", help="Pool in place of the lists' own.")
+    add("--limit", type=int, default=None, metavar="N", help="Ask only the first N questions.")
+    add("--shard", default="", metavar="I/N", help="Run the i-th of n parts.")
+    add("--durations-file", default="", metavar="FILE", help="Recorded durations, for --shard.")
+    add("--results", default="results", metavar="DIR", help="Folder for run folders.")
+    add("--configs-root", default="", metavar="DIR", help="Folder of the suites.")
+    add("--data-dir", default="", metavar="DIR", help="Folder of data files.")
+    add("--baselines", default="baselines", metavar="DIR", help="Approved baselines.")
+    add("--dry-run", action="store_true", help="Check and list the jobs; start nothing.")
+
+
+def _request(config: pytest.Config) -> RunRequest:
+    get = config.getoption
+    return RunRequest(
+        configs=tuple(get("--config")),
+        root=get("--configs-root"),
+        engine=get("--engine"),
+        base_url=get("--base-url"),
+        pool=get("--pool"),
+        limit=get("--limit"),
+        shard=get("--shard"),
+        durations=get("--durations-file"),
+        results=get("--results"),
+        data_dir=get("--data-dir"),
+        baselines=get("--baselines"),
+    )
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this process is a worker of pytest-xdist."""
+    return hasattr(config, "workerinput")
+
+
+class Plugin:
+    """Hooks and fixtures of a run; registered by `plugin.py` for runs that are ours."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[str, Verdict] = {}
+        self._began = time.monotonic()
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Check everything before anything starts; every fault at once, exit 4."""
+        if config.option.help:
+            return
+        try:
+            prepared = prepare(_request(config), dict(os.environ))
+        except ConfigError as error:
+            raise pytest.UsageError(f"evalsuite cannot run this:\n{error}") from error
+        config.stash[_PREPARED] = prepared
+        if _is_worker(config):
+            path = Path(config.workerinput["evalsuite_folder"])  # type: ignore[attr-defined]
+            config.stash[_FOLDER] = RunFolder(path)
+        else:
+            config.stash[_FOLDER] = new_folder(Path(config.getoption("--results")).absolute())
+        if not config.option.collectonly and not config.getoption("--dry-run"):
+            interrupt_on_sigterm()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """pytest-xdist: every worker writes into the one run folder."""
+        node.workerinput["evalsuite_folder"] = str(node.config.stash[_FOLDER].path)
+
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+        """Warnings and notes of the configs."""
+        prepared = config.stash[_PREPARED]
+        return [f"evalsuite: {problem}" for problem in prepared.problems]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per job; jobs that share a launch are neighbours."""
+        if "job" not in metafunc.fixturenames:
+            return
+        prepared = metafunc.config.stash[_PREPARED]
+        groups = group_by_launch(prepared.jobs, prepared.options)
+        jobs = [job for group in groups for job in group]
+        metafunc.parametrize("job", jobs, ids=[job.id for job in jobs], scope="session")
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """A job has its own limits: pytest-timeout must not cut it, nor leave a server behind."""
+        for item in items:
+            if config.pluginmanager.has_plugin("timeout"):
+                item.add_marker(pytest.mark.timeout(0))
+            if config.getoption("--dry-run"):
+                item.add_marker(pytest.mark.skip(reason="--dry-run"))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
+        """Attach the verdict to the report of the phase in which it was reached."""
+        report = yield
+        verdict = item.stash.get(_VERDICT, None)
+        if verdict is not None and report.when == "setup":
+            setattr(report, _ON_REPORT, json.dumps(verdict_to_dict(verdict), default=str))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect verdicts, of this process or of a worker."""
+        text = getattr(report, _ON_REPORT, None)
+        if text is not None:
+            verdict = verdict_from_dict(json.loads(text))
+            self._verdicts[verdict.job_id] = verdict
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the reports and set the exit code of the verdicts."""
+        config = session.config
+        if _is_worker(config) or config.option.collectonly:
+            return
+        prepared = config.stash[_PREPARED]
+        if self._verdicts:
+            command = shlex.join(["pytest", *sys.argv[1:]])
+            seconds = time.monotonic() - self._began
+            config.stash[_FOLDER].finish(list(self._verdicts.values()), command, seconds)
+        if exitstatus not in _REPLACED:
+            return
+        if self._verdicts:
+            session.exitstatus = exit_code(list(self._verdicts.values()))
+        elif config.getoption("--dry-run") or not prepared.jobs:
+            session.exitstatus = EXIT_OK
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """The verdict table and the path of the results."""
+        prepared = config.stash[_PREPARED]
+        if not prepared.jobs:
+            shard = config.getoption("--shard")
+            terminalreporter.write_line(
+                f"shard {shard}: nothing assigned of {prepared.num_selected} jobs"
+            )
+        if not self._verdicts:
+            return
+        from rich.console import Console
+
+        from evalsuite.report.terminal import print_verdicts
+
+        terminalreporter.section("verdicts")
+        screen = terminalreporter._tw
+        console = Console(
+            file=screen._file,
+            force_terminal=screen.hasmarkup,
+            width=max(screen.fullwidth, 160) if not screen.hasmarkup else None,
+        )
+        print_verdicts(list(self._verdicts.values()), console)
+        terminalreporter.write_line(f"results: {config.stash[_FOLDER].path}")
+
+
+@pytest.fixture(scope="session")
+def shared_server(request: pytest.FixtureRequest) -> Iterator[SharedServer]:
+    """The one server of the run; ended when the session ends, however it ends."""
+    prepared = request.config.stash[_PREPARED]
+    server = pipeline.open_server(prepared.options, _log_folder(request.config))
+    try:
+        yield server
+    finally:
+        try:
+            server.close()
+        except ServerError as error:
+            _write_line(request.config, f"evalsuite: {error}")
+
+
+@pytest.fixture
+def verdict(request: pytest.FixtureRequest, job: EvalJob, shared_server: SharedServer) -> Verdict:
+    """Run the job. Errors and skips end here; what is left is PASS or FAIL."""
+    config = request.config
+    folder = config.stash[_FOLDER]
+    folder.begin(_request(config).to_json())
+    display = PlainDisplay(lambda line: _write_line(config, line))
+    run = Run(config.stash[_PREPARED].options, folder, shared_server, display)
+    verdict = pipeline.run(job, run)
+    folder.keep(verdict)
+    request.node.stash[_VERDICT] = verdict
+    if verdict.status is Status.SKIP:
+        pytest.skip(verdict.reason)
+    if verdict.status in (Status.ERROR, Status.INCONCLUSIVE):
+        pytest.fail(explain(verdict), pytrace=False)
+    return verdict
+
+
+def explain(verdict: Verdict) -> str:
+    """What a failed or errored test shows: reason, log, how to run it again."""
+    lines = [f"{verdict.status}: {verdict.reason}", *(f"  | {x}" for x in verdict.log_tail)]
+    if verdict.reproduce:
+        lines.append(f"reproduce: {verdict.reproduce}")
+    return "\n".join(lines)
+
+
+def _log_folder(config: pytest.Config) -> RunFolder:
+    """Run folder of this process; workers keep their servers' logs apart."""
+    folder = config.stash[_FOLDER]
+    if not _is_worker(config):
+        return folder
+    return RunFolder(folder.path / str(config.workerinput["workerid"]))  # type: ignore[attr-defined]
+
+
+def _write_line(config: pytest.Config, line: str) -> None:
+    """A line on pytest's own terminal, captured output or not; workers have none."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if reporter is None:
+        return
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+        reporter.ensure_newline()
+        reporter.write_line(line)
