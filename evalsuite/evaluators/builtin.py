@@ -190,6 +190,8 @@ async def _drive(run: _Run, concurrency: int) -> None:
 async def _work(run: _Run, client: Client, worker: int) -> None:
     """Send one request after the other until none is waiting."""
     for questions in run.waiting:
+        if run.stopped:
+            return
         run.in_flight[worker] = questions
         body = build_body(run.sampling, [question.prompt for question in questions])
         outcome = await client.ask(body, len(questions))

@@ -24,13 +24,13 @@ from evalsuite.errors import EvalError
 from evalsuite.evaluators.aggregate import Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
 from evalsuite.evaluators.limits import Patience
-from evalsuite.evaluators.lm_eval_job import LM_EVAL, find_form, ledger_head, worker_job, write_task
+from evalsuite.evaluators.lm_eval_job import find_form, ledger_head, worker_job, write_task
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
 from evalsuite.evaluators.records import Place, answered_record, failed_record
 from evalsuite.ledger import Ledger, LedgerRecord
 from evalsuite.tasks.base import Task
 
-NAME = LM_EVAL
+NAME = "lm-eval"
 POLL_S = 0.1
 STOP_WAIT_S = 5.0
 NUM_LOG_LINES = 15
@@ -67,7 +67,7 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
     metric = tasks.gating_metric(task, request.config.metric)
     rows = task.rows("test", request.data)[: request.num_questions]
     with (
-        Ledger(request.ledger_path, ledger_head(request, task)) as ledger,
+        Ledger(request.ledger_path, ledger_head(NAME, request, task)) as ledger,
         tempfile.TemporaryDirectory(prefix="evalsuite-lm-eval-") as folder,
     ):
         write_task(form, task, request, Path(folder))

@@ -24,9 +24,6 @@ from evalsuite.tasks.base import Row, Task
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
 from evalsuite.wire import SamplingSettings
 
-# The evaluator's name in configs and ledgers.
-LM_EVAL = "lm-eval"
-
 
 @dataclass(frozen=True)
 class Form:
@@ -76,11 +73,11 @@ def find_form(request: EvaluationRequest) -> Form:
     return _FORMS[config.task]
 
 
-def ledger_head(request: EvaluationRequest, task: Task) -> LedgerHead:
+def ledger_head(evaluator: str, request: EvaluationRequest, task: Task) -> LedgerHead:
     """What the answers depend on."""
     config = request.config
     return LedgerHead(
-        evaluator=LM_EVAL,
+        evaluator=evaluator,
         profile=task.profile,
         model=request.served_model,
         max_tokens=config.max_tokens,
