@@ -56,7 +56,8 @@ def test_spellings_of_one_option(argv: list[str]) -> None:
 
 
 def test_short_options_negation_and_lists() -> None:
-    argv = ["-tp", "2", "-dp=3", "-ep", "--no-enable-prefix-caching", "--served-model-name", "a", "b", "--api-key", "k"]
+    argv = ["-tp", "2", "-dp=3", "-ep", "--no-enable-prefix-caching"]
+    argv += ["--served-model-name", "a", "b", "--api-key", "k"]
     config = parse([TINY, *argv], {})
     assert (config.engine.tensor_parallel_size, config.engine.data_parallel_size) == (2, 3)
     assert config.engine.has_expert_parallel

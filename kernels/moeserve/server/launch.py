@@ -50,6 +50,13 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[int], None], number: int
+) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback, number)
+
+
 async def _start_engine(config: EngineConfig) -> EngineClient:
     # Late, so that the socket listens before anything heavy is imported.
     from moeserve.engine.process import start_engine
@@ -144,7 +151,9 @@ class _Launcher:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+            # Not the loop's own handlers, which end with it: a late second signal must not kill
+            # a process that is about to exit with its status.
+            signal.signal(number, lambda number, _: _call_soon(loop, self._on_signal, number))
         http = asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
         life = asyncio.create_task(self._live())
         stopped = asyncio.create_task(self._stop.wait())

@@ -113,7 +113,8 @@ class Job:
             wanted = max(limit, 1)
             raise BadRequest(
                 f"This model's maximum context length is {max_model_len} tokens, but "
-                f"{length + wanted} were asked for ({length} in the prompt, {wanted} to generate)",
+                f"{length + wanted} were asked for ({length} in the prompt, {wanted} as "
+                "max_tokens)",
                 "max_tokens" if length < max_model_len else "prompt",
             )
         if self.sampling.min_tokens > limit:

@@ -1,0 +1,158 @@
+"""The server as a process: port file, signals, exit status, an engine that dies or never loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moeserve.tiny import model_dir
+
+SUPPORT = Path(__file__).parents[1] / "support"
+# The model is the packaged one for its tokenizer; the engine is scripted: 200 tokens of 10 ms.
+SCRIPT = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from dataclasses import replace
+from fake_engine import INFO, FakeEngine
+from moeserve.args import parse
+from moeserve.errors import Unsupported
+from moeserve.server.launch import serve
+mode = sys.argv[2]
+async def start(config):
+    if mode == "unsupported":
+        raise Unsupported("no such architecture")
+    if mode == "slow":
+        await asyncio.sleep(60)
+    info = replace(INFO, vocab_size=1024)
+    engine = FakeEngine(respond=lambda request: [65] * 200, step_s=0.01, info=info)
+    engine.stopping = asyncio.Event()
+    if mode == "dies":
+        asyncio.get_running_loop().call_later(1.0, setattr, engine, "is_alive_now", False)
+    return engine
+sys.exit(serve(parse(sys.argv[3:]), start))
+"""
+
+
+class Running:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def wait_healthy(self) -> None:
+        end = time.monotonic() + 20
+        while httpx.get(f"{self.url}/health").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def exit_status(self, limit_s: float = 20) -> int:
+        return self.process.wait(limit_s)
+
+
+@contextmanager
+def running(tmp_path: Path, mode: str, *options: str) -> Iterator[Running]:
+    port_file = tmp_path / "port.json"
+    argv = [sys.executable, "-c", SCRIPT, str(SUPPORT), mode, str(model_dir())]
+    argv += ["--port", "0", "--port-file", str(port_file), *options]
+    process = subprocess.Popen(
+        argv, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
+    )
+    try:
+        end = time.monotonic() + 20
+        while not port_file.exists() and process.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        port = json.loads(port_file.read_text())["port"]
+        yield Running(process, f"http://127.0.0.1:{port}")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+BODY = {"prompt": "a", "max_tokens": 200, "stream": True}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_open_requests_finish_within_the_grace_and_the_exit_is_0(tmp_path: Path, number) -> None:
+    with running(tmp_path, "serves", "--shutdown-grace-s", "20") as server:
+        server.wait_healthy()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.process.send_signal(number)
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert server.exit_status() == 0
+
+
+def test_beyond_the_grace_open_requests_get_an_error(tmp_path: Path) -> None:
+    with running(tmp_path, "serves", "--shutdown-grace-s", "0.2") as server:
+        server.wait_healthy()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert "stopping" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert server.exit_status() == 0
+
+
+def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, "serves", "--shutdown-grace-s", "60") as server:
+        server.wait_healthy()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=30) as reply:
+            lines = reply.iter_lines()  # kept: dropping it would close the connection
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            start = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.exit_status() == 0
+            assert time.monotonic() - start < 1.5
+
+
+def test_signal_while_loading_ends_with_0_and_health_was_503(tmp_path: Path) -> None:
+    with running(tmp_path, "slow") as server:
+        reply = httpx.get(f"{server.url}/health", timeout=10)
+        assert (reply.status_code, reply.json()) == (503, {"status": "loading"})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_status() == 0
+
+
+def test_model_that_cannot_be_loaded_exits_1_with_the_reason(tmp_path: Path) -> None:
+    with running(tmp_path, "unsupported") as server:
+        assert server.exit_status() == 1
+        assert server.process.stderr is not None
+        assert "no such architecture" in server.process.stderr.read()
+
+
+def test_engine_that_dies_ends_the_server_with_1(tmp_path: Path) -> None:
+    with running(tmp_path, "dies") as server:
+        assert server.exit_status() == 1
+        assert server.process.stderr is not None
+        assert "the engine has ended" in server.process.stderr.read()
+
+
+def test_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    with running(tmp_path, "serves") as server:
+        port = server.url.rsplit(":", 1)[1]
+        other = subprocess.run(
+            [sys.executable, "-m", "moeserve", str(model_dir()), "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert other.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in other.stderr
