@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from evalsuite.config import EvalConfig
@@ -60,6 +60,8 @@ class Answer:
         text: Reply of the first repeat, None where it is missing.
         text_sha256: Of the reply, "" where it is missing.
         logprobs: Log-probabilities of the reply's tokens, () where not recorded.
+        logprob_noise: Root mean square shift per token between two replays by the build that
+            made the baseline, None where not measured.
     """
 
     outcomes: tuple[bool | None, ...]
@@ -67,6 +69,7 @@ class Answer:
     text: str | None = None
     text_sha256: str = ""
     logprobs: tuple[float, ...] = ()
+    logprob_noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Baseline:
         hardware: Accelerator or CPU; a difference is remarked.
         commit: Revision of the code that made it.
         answers: Question index -> its answer.
+        logprob_source: "replay" (teacher-forced), "sampled" (as generated), "" for none.
     """
 
     identity: Identity
@@ -86,6 +90,7 @@ class Baseline:
     hardware: str
     commit: str
     answers: Mapping[int, Answer] = field(default_factory=dict)
+    logprob_source: str = ""
 
     @property
     def outcomes(self) -> dict[int, tuple[bool | None, ...]]:
@@ -199,7 +204,23 @@ def make_baseline(
             text_sha256="" if text is None else text_sha256(text),
             logprobs=tuple(round(value, LOGPROB_DIGITS) for value in logprobs),
         )
-    return Baseline(identity, engine, hardware, commit, answers)
+    source = "sampled" if any(answer.logprobs for answer in answers.values()) else ""
+    return Baseline(identity, engine, hardware, commit, answers, source)
+
+
+def with_logprobs(
+    baseline: Baseline, logprobs: Mapping[int, Sequence[float]], noise: Mapping[int, float]
+) -> Baseline:
+    """Put teacher-forced log-probabilities and their noise into a baseline."""
+    answers = {
+        index: replace(
+            answer,
+            logprobs=tuple(round(x, LOGPROB_DIGITS) for x in logprobs.get(index, ())),
+            logprob_noise=round(noise[index], 7) if index in noise else None,
+        )
+        for index, answer in baseline.answers.items()
+    }
+    return replace(baseline, answers=answers, logprob_source="replay")
 
 
 def to_dict(baseline: Baseline) -> dict[str, Any]:
@@ -249,11 +270,17 @@ def parse(text: str, name: str) -> Baseline:
                 text=value["text"],
                 text_sha256=value["text_sha256"],
                 logprobs=tuple(value["logprobs"]),
+                logprob_noise=value["logprob_noise"],
             )
             for index, value in data["answers"].items()
         }
         return Baseline(
-            Identity(**data["identity"]), data["engine"], data["hardware"], data["commit"], answers
+            Identity(**data["identity"]),
+            data["engine"],
+            data["hardware"],
+            data["commit"],
+            answers,
+            data["logprob_source"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: not a baseline: {type(error).__name__}: {error}") from error

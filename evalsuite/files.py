@@ -11,10 +11,13 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write UTF-8 so that a reader sees the old file or the new one, never half of it."""
+    """Write UTF-8 so that a reader sees the old file or the new one, never half of it.
+
+    Line ends are written as they are in `text`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
     partial.replace(path)
     return path
 

@@ -196,7 +196,8 @@ def ask_gate(
         if found := differences(reference.identity, run):
             return GateOutcome(Status.ERROR, f"not comparable with the {kind}: {'; '.join(found)}")
     if name == "equal":
-        return equal_gate(records, baseline.current.answers)
+        sampled = baseline.current.logprob_source == "sampled"
+        return equal_gate(records, baseline.current.answers, has_logprobs=sampled)
     if len(result.per_question) != result.num_questions:
         return GateOutcome(
             Status.ERROR,

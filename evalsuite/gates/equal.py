@@ -16,11 +16,14 @@ from evalsuite.verdict import Status
 SHOWN = 10
 
 
-def equal_gate(records: Sequence[LedgerRecord], answers: Mapping[int, Answer]) -> GateOutcome:
+def equal_gate(
+    records: Sequence[LedgerRecord], answers: Mapping[int, Answer], *, has_logprobs: bool = True
+) -> GateOutcome:
     """PASS where every reply of every repeat equals the baseline's first one.
 
     Log-probabilities are compared too where both sides recorded them, to the digits a baseline
-    keeps. A missing answer decides nothing unless nothing else differs: then it is an ERROR.
+    keeps, unless `has_logprobs` is false (the baseline's are of a replay). A missing answer
+    decides nothing unless nothing else differs: then it is an ERROR.
     """
     seen = {record.index for record in records}
     missing = sorted(answers.keys() - seen) + [r.index for r in records if not r.is_answered]
@@ -32,7 +35,9 @@ def equal_gate(records: Sequence[LedgerRecord], answers: Mapping[int, Answer]) -
             continue
         if text_sha256(record.text) != answer.text_sha256:
             texts.append(record.index)
-        elif answer.logprobs and record.token_logprobs and not _same(record, answer):
+        elif (
+            has_logprobs and answer.logprobs and record.token_logprobs and not _same(record, answer)
+        ):
             numbers.append(record.index)
     detail: dict[str, object] = {
         "texts_differ": texts,

@@ -1,0 +1,292 @@
+"""Entry functions of `evalsuite baseline`, `calibrate`, `compare` and `replay`.
+
+Receives parsed options from `cli.py`, prints, returns an exit code. The logic is in
+`baseline.py`, `baseline_store.py`, `calibrate.py`, `compare.py` and `replay.py`; servers come
+from `warm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from evalsuite import baseline_store, compare, replay
+from evalsuite.baseline import Baseline, digest, identity_of, make_baseline, with_logprobs
+from evalsuite.calibrate import calibrate, write_into
+from evalsuite.config import EvalConfig
+from evalsuite.errors import ConfigError
+from evalsuite.evaluators.base import EvalResult
+from evalsuite.files import write_text
+from evalsuite.flips import flips_from_baseline
+from evalsuite.jobs import EvalJob
+from evalsuite.ledger import LedgerRecord
+from evalsuite.pipeline import RunOptions
+from evalsuite.replay_client import Scored, score
+from evalsuite.report.comparison import print_comparison, render_html, render_markdown
+from evalsuite.report.json_report import ledger_name, read, read_questions
+from evalsuite.report.text import visible
+from evalsuite.verdict import EXIT_ACCURACY, EXIT_INFRASTRUCTURE, EXIT_OK, Status, Verdict
+from evalsuite.warm import WarmServer, prompts_of, run_repeats
+
+
+def _say(*lines: str) -> None:
+    console = Console(soft_wrap=True)
+    for line in lines:
+        console.print(Text(visible(line)))
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """One job of a finished run, read back."""
+
+    verdict: Verdict
+    result: EvalResult
+    records: Sequence[LedgerRecord]
+
+
+def finished_job(run_dir: Path, job_id: str) -> FinishedJob:
+    """Read one job of a run folder.
+
+    Raises:
+        ConfigError: No such job there, or one that was not evaluated.
+    """
+    verdicts = read(run_dir)
+    found = [v for v in verdicts if v.job_id == job_id]
+    if not found or found[0].result is None:
+        known = ", ".join(v.job_id for v in verdicts if v.result is not None)
+        raise ConfigError(
+            f"{run_dir}: no evaluated job {job_id!r}; evaluated here: {known or 'none'}"
+        )
+    path = run_dir / "questions" / ledger_name(job_id)
+    return FinishedJob(found[0], found[0].result, read_questions(path) if path.is_file() else [])
+
+
+def baseline_save(
+    job: EvalJob,
+    run_dir: Path,
+    root: Path,
+    *,
+    model_revision: str = "",
+    replay_with: RunOptions | None = None,
+) -> int:
+    """Save a job of a finished run as a baseline; it counts once it is approved.
+
+    Args:
+        job: The job as its file says now; its settings become the baseline's identity.
+        run_dir: Folder of the run.
+        root: The `baselines/` folder.
+        model_revision: Revision or hash of the weights.
+        replay_with: With it a server is started and every answer is teacher-forced twice, so
+            that the baseline holds log-probabilities and their noise.
+    """
+    done = finished_job(run_dir, job.id)
+    made = make_baseline(
+        identity_of(job.config, done.result, model_revision),
+        done.result,
+        done.records,
+        engine=done.verdict.engine,
+        hardware=done.verdict.hardware,
+        commit=done.verdict.commit,
+    )
+    if replay_with is not None:
+        with WarmServer(job, replay_with, run_dir / "replay") as warm:
+            first, second = (_score_baseline(warm, job, made, replay_with) for _ in range(2))
+        logprobs = {index: scored.logprobs for index, scored in first.items()}
+        again = {index: scored.logprobs for index, scored in second.items()}
+        made = with_logprobs(made, logprobs, replay.noise_between(logprobs, again))
+    path = baseline_store.save(root, job.id, made)
+    _say(baseline_store.describe(made), f"saved {path}", "approve it to make it count")
+    return EXIT_OK
+
+
+def baseline_show(job_id: str, root: Path, name: str = "") -> int:
+    """Print the approved baselines of a job, or the one whose digest begins with `name`."""
+    folder = baseline_store.job_folder(root, job_id)
+    if name:
+        _say(baseline_store.describe(baseline_store.load(baseline_store.find(folder, name))))
+        return EXIT_OK
+    approved = baseline_store.read_approved(folder)
+    for kind in ("current", "previous", "anchor"):
+        wanted = getattr(approved, kind)
+        if wanted:
+            loaded = baseline_store.load(folder / f"{wanted}.json")
+            _say(f"{kind}:", baseline_store.describe(loaded), "")
+        else:
+            _say(f"{kind}: none", "")
+    return EXIT_OK
+
+
+def baseline_diff(job_id: str, root: Path, name: str) -> int:
+    """Print how the saved baseline `name` differs from the current one, and from the anchor."""
+    folder = baseline_store.job_folder(root, job_id)
+    new = baseline_store.load(baseline_store.find(folder, name))
+    approved = baseline_store.read_approved(folder)
+    if not approved.current:
+        _say("no approved baseline yet; the saved one is:", baseline_store.describe(new))
+        return EXIT_OK
+    for kind in dict.fromkeys(("current", "anchor")):
+        digest_of = getattr(approved, kind)
+        if kind == "anchor" and digest_of in ("", approved.current):
+            continue
+        old = baseline_store.load(folder / f"{digest_of}.json")
+        _say(f"against the {kind} {digest_of[:12]}:", baseline_store.describe_diff(old, new), "")
+    return EXIT_OK
+
+
+def baseline_approve(job_id: str, root: Path, name: str, *, move_anchor: bool = False) -> int:
+    """Make the saved baseline `name` the current one; the anchor stays unless asked."""
+    folder = baseline_store.job_folder(root, job_id)
+    approved = baseline_store.approve(folder, name, move_anchor=move_anchor)
+    _say(
+        f"current  {approved.current}",
+        f"previous {approved.previous or 'none'}",
+        f"anchor   {approved.anchor}",
+    )
+    return EXIT_OK
+
+
+def compare_runs(
+    paths: Sequence[Path],
+    *,
+    metric: str | None = None,
+    markdown: Path | None = None,
+    html: Path | None = None,
+) -> int:
+    """Compare finished runs on the same questions; print, and write the files asked for."""
+    comparisons = compare.compare(compare.load(paths), metric)
+    print_comparison(comparisons)
+    if markdown is not None:
+        write_text(markdown, render_markdown(comparisons))
+    if html is not None:
+        write_text(html, render_html(comparisons))
+    return EXIT_OK
+
+
+def calibrate_job(
+    job: EvalJob,
+    options: RunOptions,
+    folder: Path,
+    *,
+    repeats: int,
+    alpha: float = 0.001,
+    is_written: bool = False,
+    is_threshold_set: bool = False,
+) -> int:
+    """Repeat a job on one warm server in shuffled order at varied concurrency; print its noise.
+
+    Args:
+        job: What to repeat.
+        options: As for a run.
+        folder: Where ledger and server log go.
+        repeats: Two or more.
+        alpha: False-alarm rate of the suggested tolerance.
+        is_written: Write `calibration` and `tolerance` into the job's file.
+        is_threshold_set: Write the threshold too.
+    """
+    if repeats < 2:
+        raise ConfigError(f"--repeats {repeats}: noise needs two or more repeats")
+    with WarmServer(job, options, folder) as warm:
+        result = run_repeats(warm, job, options, folder / "ledger.jsonl", repeats)
+    report = calibrate(result, job.config, alpha)
+    shown = [f"  question {index}: right in {share:.0%}" for index, share in report.flips.items()]
+    _say(*report.lines(), *shown)
+    if is_written:
+        write_into(job.path, report, options.hardware, is_threshold_set=is_threshold_set)
+        _say(f"wrote {job.path}")
+    return EXIT_OK
+
+
+def replay_job(
+    job: EvalJob,
+    options: RunOptions,
+    folder: Path,
+    *,
+    baselines: Path,
+    reference: str | None = None,
+    limits: replay.ReplayLimits | None = None,
+    run_dir: Path | None = None,
+) -> int:
+    """Teacher-force a baseline's answers through the server under test and gate on the shift.
+
+    Args:
+        job: Names the server and the prompts.
+        options: As for a run.
+        folder: Where the server's log goes.
+        baselines: The `baselines/` folder.
+        reference: Baseline file or folder; the job's own where None.
+        limits: What passes.
+        run_dir: A sampled run of the build under test; its flips are then explained.
+    """
+    limits = limits or replay.ReplayLimits()
+    baseline = baseline_store.resolve(reference or job.config.baseline, job.id, baselines).current
+    before = {i: answer.logprobs for i, answer in baseline.answers.items() if answer.logprobs}
+    if not before:
+        raise ConfigError(
+            f"baseline {digest(baseline)[:12]} holds no log-probabilities; save it with replay"
+        )
+    noise = {
+        i: answer.logprob_noise
+        for i, answer in baseline.answers.items()
+        if answer.logprob_noise is not None
+    }
+    with WarmServer(job, options, folder) as warm:
+        scored = _score_baseline(warm, job, baseline, options)
+        explained = _explain(warm, job, baseline, options, run_dir, scored)
+    after = {index: one.logprobs for index, one in scored.items()}
+    outcome = replay.compare_logprobs(before, after, limits, noise or None)
+    _say(f"{job.id}: {outcome.status}: {outcome.reason}")
+    if baseline.logprob_source == "sampled":
+        _say("note: the baseline's log-probabilities are of sampling, not of a replay")
+    _say(*(f"  question {index}: {shift:+.4f} nats a token" for index, shift in outcome.largest))
+    _say(*explained)
+    codes = {Status.FAIL: EXIT_ACCURACY, Status.ERROR: EXIT_INFRASTRUCTURE}
+    return codes.get(outcome.status, EXIT_OK)
+
+
+def _score_baseline(
+    warm: WarmServer, job: EvalJob, baseline: Baseline, options: RunOptions
+) -> dict[int, Scored]:
+    prompts = prompts_of(_asked(job.config, baseline), options, baseline.identity.prompt_hash)
+    texts = {
+        index: (prompts[index], answer.text)
+        for index, answer in baseline.answers.items()
+        if answer.text and index in prompts
+    }
+    return score(warm.replay, texts)
+
+
+def _asked(config: EvalConfig, baseline: Baseline) -> EvalConfig:
+    """The config with the baseline's number of questions: prompts must be the same."""
+    return config.model_copy(update={"num_questions": baseline.identity.num_questions})
+
+
+def _explain(
+    warm: WarmServer,
+    job: EvalJob,
+    baseline: Baseline,
+    options: RunOptions,
+    run_dir: Path | None,
+    scored: dict[int, Scored],
+) -> list[str]:
+    """Lines that explain the flips of a sampled run of the build under test."""
+    if run_dir is None:
+        return []
+    done = finished_job(run_dir, job.id)
+    flips = [
+        flip
+        for flip in flips_from_baseline(baseline, done.records, baseline.identity.metric)
+        if flip.index in scored
+    ]
+    prompts = prompts_of(_asked(job.config, baseline), options, baseline.identity.prompt_hash)
+    changed = score(
+        warm.replay, {flip.index: (prompts[flip.index], flip.after) for flip in flips if flip.after}
+    )
+    return [
+        f"  flip {flip.index} ({'right' if flip.was_right else 'wrong'} -> "
+        f"{'right' if flip.is_right else 'wrong'}): {flip.note or 'no reply to compare'}"
+        for flip in replay.explain_flips(flips, scored, changed)
+    ]

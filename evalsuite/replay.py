@@ -1,0 +1,201 @@
+"""Replay: the baseline's own answers, teacher-forced through the server under test.
+
+Receives log-probabilities of the same tokens from two builds, returns a gate on their shift;
+explains flips of a sampled run as near-ties or real. A few hundred thousand paired numbers see
+what 1,319 right-or-wrong bits cannot. Requests are `replay_client.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from evalsuite.errors import EvalError
+from evalsuite.replay_client import Scored
+from evalsuite.report import Flip
+from evalsuite.stats.paired import sign_flip_monte_carlo
+from evalsuite.verdict import Status
+
+# Two continuations whose log-probabilities differ by less than this are a coin toss for any
+# build in 16 bits: its rounding moves a log-probability by some hundredths (0.1 is generous).
+NEAR_TIE_NATS = 0.1
+# Questions further out than this many median deviations count as that far: one garbled
+# question must not decide, and must not hide the rest.
+CLIP_DEVIATIONS = 8.0
+
+
+@dataclass(frozen=True)
+class ReplayLimits:
+    """What a build may differ by.
+
+    Attributes:
+        alpha: False-alarm rate, shared by the two tests.
+        max_mean_shift: Mean loss of log-probability per token that passes, in nats. Answers were
+            chosen by the baseline's own rounding, so any other build gives them slightly less.
+        max_spread: Root mean square shift per token that passes where the baseline's own noise
+            is unknown, in nats; None for no such limit.
+        noise_factor: Where it is known, the spread may be this many times the noise.
+        min_aligned: Share of questions that must have the same tokens on both sides.
+    """
+
+    alpha: float = 0.001
+    max_mean_shift: float = 0.002
+    max_spread: float | None = None
+    noise_factor: float = 2.0
+    min_aligned: float = 0.95
+
+
+@dataclass(frozen=True)
+class ReplayOutcome:
+    """Result of a replay.
+
+    Attributes:
+        status: PASS, FAIL, or ERROR where too few questions could be aligned.
+        reason: One sentence with the numbers.
+        mean_shift: Mean loss of log-probability per token over questions, nats.
+        spread: Root mean square shift per token over questions, nats.
+        p_mean: One-sided p of the mean against `max_mean_shift`.
+        p_spread: One-sided p of the spread against its limit, None without one.
+        num_tokens: Tokens compared.
+        num_questions: Questions compared.
+        num_unaligned: Questions whose tokens differ in number.
+        largest: (question, mean shift) of the most changed questions, largest first.
+    """
+
+    status: Status
+    reason: str
+    mean_shift: float = 0.0
+    spread: float = 0.0
+    p_mean: float = 1.0
+    p_spread: float | None = None
+    num_tokens: int = 0
+    num_questions: int = 0
+    num_unaligned: int = 0
+    largest: tuple[tuple[int, float], ...] = field(default=())
+
+
+def clipped(values: Sequence[float]) -> list[float]:
+    """Pull values in to `CLIP_DEVIATIONS` median absolute deviations around the median."""
+    centre = median(values)
+    width = CLIP_DEVIATIONS * median(abs(x - centre) for x in values)
+    if width == 0.0:
+        return list(values)
+    return [min(max(x, centre - width), centre + width) for x in values]
+
+
+def rms(values: Sequence[float]) -> float:
+    """Root mean square."""
+    return math.sqrt(math.fsum(x * x for x in values) / len(values))
+
+
+def compare_logprobs(
+    before: Mapping[int, Sequence[float]],
+    after: Mapping[int, Sequence[float]],
+    limits: ReplayLimits,
+    noise: Mapping[int, float] | None = None,
+) -> ReplayOutcome:
+    """Gate on the shift of per-token log-probabilities, questions as units.
+
+    Args:
+        before: Question -> log-probabilities of its answer's tokens in the baseline.
+        after: The same from the server under test.
+        limits: What passes.
+        noise: Question -> root mean square shift between two replays of the baseline's build.
+    """
+    asked = [index for index in before if before[index]]
+    pairs = {
+        index: [old - new for old, new in zip(before[index], after[index], strict=True)]
+        for index in asked
+        if index in after and len(after[index]) == len(before[index])
+    }
+    unaligned = len(asked) - len(pairs)
+    if not pairs or len(pairs) < limits.min_aligned * len(asked):
+        return ReplayOutcome(
+            Status.ERROR,
+            f"{unaligned} of {len(asked)} answers have other tokens than the baseline's; the "
+            "tokenizers differ",
+            num_unaligned=unaligned,
+        )
+    means = {index: math.fsum(shift) / len(shift) for index, shift in pairs.items()}
+    spreads = {index: rms(shift) for index, shift in pairs.items()}
+    p_mean = sign_flip_monte_carlo(clipped([x - limits.max_mean_shift for x in means.values()]))
+    allowed = {
+        index: limits.noise_factor * noise[index]
+        if noise is not None and index in noise
+        else limits.max_spread
+        for index in pairs
+    }
+    excess = [spreads[index] - limit for index, limit in allowed.items() if limit is not None]
+    p_spread = sign_flip_monte_carlo(clipped(excess)) if excess else None
+    outcome = ReplayOutcome(
+        Status.PASS,
+        "",
+        mean_shift=math.fsum(means.values()) / len(means),
+        spread=rms(list(spreads.values())),
+        p_mean=p_mean,
+        p_spread=p_spread,
+        num_tokens=sum(map(len, pairs.values())),
+        num_questions=len(pairs),
+        num_unaligned=unaligned,
+        largest=tuple(sorted(means.items(), key=lambda item: -abs(item[1]))[:10]),
+    )
+    tests = 1 if p_spread is None else 2
+    is_shown = min(p_mean, 1.0 if p_spread is None else p_spread) <= limits.alpha / tests
+    spread_text = "" if p_spread is None else f", p {p_spread:.4g}"
+    reason = (
+        f"{outcome.num_tokens} tokens of {len(pairs)} answers: mean loss "
+        f"{outcome.mean_shift:+.5f} nats a token (passes {limits.max_mean_shift:g}, p "
+        f"{p_mean:.4g}), spread {outcome.spread:.5f}{spread_text}; level "
+        f"{limits.alpha / tests:.4g} each"
+    )
+    return replace(outcome, status=Status.FAIL if is_shown else Status.PASS, reason=reason)
+
+
+def noise_between(
+    first: Mapping[int, Sequence[float]], second: Mapping[int, Sequence[float]]
+) -> dict[int, float]:
+    """Question -> root mean square shift between two replays of one build."""
+    return {
+        index: rms([a - b for a, b in zip(first[index], second[index], strict=True)])
+        for index in first
+        if first[index] and len(first[index]) == len(second.get(index, ()))
+    }
+
+
+def explain_flip(flip: Flip, before: Scored, after: Scored) -> str:
+    """Say whether a flip is a near-tie, from both replies scored on the server under test.
+
+    Both replies share every token up to the first that differs, so its two log-probabilities
+    are alternatives after the same text; the server under test chose the second.
+
+    Raises:
+        EvalError: The replies have no token to compare.
+    """
+    if flip.before == flip.after:
+        return "same reply, read differently"
+    pairs = zip(before.tokens, after.tokens, strict=False)
+    at = next((i for i, (old, new) in enumerate(pairs) if old != new), None)
+    if at is None:
+        if not before.tokens or not after.tokens:
+            raise EvalError(f"question {flip.index}: a reply without a token cannot be explained")
+        return "one reply ends where the other goes on"
+    margin = after.logprobs[at] - before.logprobs[at]
+    kind = "near-tie" if abs(margin) < NEAR_TIE_NATS else "real"
+    return (
+        f"{kind}: margin {margin:+.3f} nats at token {at} "
+        f"({before.tokens[at]!r} -> {after.tokens[at]!r})"
+    )
+
+
+def explain_flips(
+    flips: Sequence[Flip], before: Mapping[int, Scored], after: Mapping[int, Scored]
+) -> list[Flip]:
+    """Add the explanation to every flip whose two replies were scored."""
+    return [
+        replace(flip, note=explain_flip(flip, before[flip.index], after[flip.index]))
+        if flip.index in before and flip.index in after and flip.before and flip.after
+        else flip
+        for flip in flips
+    ]
