@@ -84,6 +84,8 @@ def _fault_text(fault: Any, path: tuple[str | int, ...], fields: Sequence[str]) 
         return f"unknown key{suggestion(str(path[-1]), fields)}"
     if value is None:
         return "has no value; give one or remove the line"
+    if kind == "string_too_short":
+        return "is empty text; give a name or remove the line"
     if kind == "literal_error":
         valid = [
             part.strip(" '") for part in fault["ctx"]["expected"].replace(" or ", ", ").split(",")

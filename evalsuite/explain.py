@@ -21,7 +21,7 @@ from evalsuite.hardware import load_hardware
 from evalsuite.jobs import EvalJob, make_job
 from evalsuite.lists import hardware_file, suite_name
 from evalsuite.machine import detect_machine, skip_reason
-from evalsuite.masking import mask_command, mask_env
+from evalsuite.masking import MASK, mask_command, mask_env
 from evalsuite.names import closest
 from evalsuite.stats.proportion import binomial_se, normal_quantile
 from evalsuite.validate import survey
@@ -58,7 +58,13 @@ def _row(name: str, text: str) -> str:
 
 def _launch(job: EvalJob) -> list[str]:
     env = mask_env(job.config.env)
-    shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items()) or "none"
+    shown = (
+        " ".join(
+            f"{name}={value if value == MASK else shlex.quote(value)}"
+            for name, value in env.items()
+        )
+        or "none"
+    )
     trust = "yes: Python code of the model is run" if job.config.has_remote_code else "no"
     try:
         engine = engines.get(job.config.engine)

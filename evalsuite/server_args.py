@@ -101,7 +101,7 @@ def _list_item(index: int, item: Any) -> str:
     if isinstance(item, bool) or not isinstance(item, str | int | float):
         raise ValueError(
             f"item {index} is {_type_name(item)} ({item!r}); an item of the list form is one "
-            "command-line element, as text or a number"
+            "command-line element; write it as text or a number"
         )
     text = str(item)
     if re.match(r"--?[A-Za-z][\w.-]*\s+\S", text):

@@ -1,0 +1,332 @@
+"""`validate`, `ls`, `new`, `--explain`: exit codes, messages, and faults without a traceback."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evalsuite.cli_config import list_jobs, new_config, validate
+from evalsuite.config import load_config
+from evalsuite.layout import layout_of
+from evalsuite.lists import read_list
+from evalsuite.new_config import NewConfig
+from evalsuite.validate import survey
+
+# With --import-mode=importlib a test module cannot import its neighbour by name.
+sys.path.insert(0, str(Path(__file__).parent))
+from faulty_configs import VALID, Faulty, faulty_configs
+
+sys.path.pop(0)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REMEDY = re.compile(
+    r"did you mean|write|remove|add |give|keep|raise|quote|must be|close it|valid keys|known:"
+    r"|move|belongs|called|indents|looks like|one file holds|is not YAML|nothing after it"
+    r"|names no anchor|a config is|is no |is not the name|takes no value|empty name|is given twice"
+)
+SCOUT = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
+CONFIG = "".join(f"{key}: {value}\n" for key, value in VALID.items())
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    folder = tmp_path / "configs" / "moe-refactor"
+    folder.mkdir(parents=True)
+    (folder / "a.yaml").write_text(CONFIG)
+    (folder / "config-b200.txt").write_text("a.yaml\n")
+    return folder
+
+
+def test_there_are_two_hundred_faults() -> None:
+    cases = faulty_configs()
+    assert len({case.text for case in cases}) >= 200
+
+
+@pytest.mark.parametrize("case", faulty_configs(), ids=lambda case: case.name)
+def test_a_fault_is_refused_with_place_and_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Faulty
+) -> None:
+    path = tmp_path / "faulty.yaml"
+    path.write_text(case.text)
+    assert validate([str(path)], root=str(REPOSITORY / "configs")) == 4
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    place = f"{path}:{case.line}: error: {case.key}"
+    lines = [line for line in said.splitlines() if line.startswith(place)]
+    assert lines, said
+    assert REMEDY.search(lines[0].removeprefix(place)), said
+
+
+def test_a_valid_config_of_the_same_kind_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "valid.yaml"
+    path.write_text(CONFIG)
+    assert validate([str(path)], root=str(REPOSITORY / "configs")) == 0
+    assert capsys.readouterr().out == "1 configs in 0 lists: 0 errors, 0 warnings, 0 notes\n"
+
+
+def test_all_faults_of_all_files_in_one_go(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (suite / "b.yaml").write_text(CONFIG.replace("seed", "sead").replace("256", "many"))
+    (suite / "c.yaml").write_bytes(b"\xff")
+    (suite / "config-b200.txt").write_text("a.yaml\nb.yaml\nc.yaml\nd.yaml\n")
+    (suite.parent / "hardware.yaml").write_text("b200: 8\n")
+    assert validate([str(suite.parent)]) == 4
+    said = capsys.readouterr().err
+    for place in ("b.yaml:9", "b.yaml:8", "c.yaml:1", "config-b200.txt:4", "hardware.yaml:1"):
+        assert place in said, said
+
+
+def test_an_orphan_is_a_warning_and_an_error_when_strict(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (suite / "lost.yaml").write_text(CONFIG)
+    assert validate([str(suite)]) == 0
+    assert "lost.yaml: warning: no list of this suite names it" in capsys.readouterr().out
+    assert validate([str(suite)], strict=True) == 4
+    assert "lost.yaml: error: no list of this suite names it" in capsys.readouterr().err
+
+
+def test_a_threshold_without_provenance_is_an_error_when_strict(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (suite / "a.yaml").write_text(CONFIG.replace("provenance: us\n", ""))
+    assert validate([str(suite)]) == 0
+    capsys.readouterr()
+    assert validate([str(suite)], strict=True) == 4
+    assert "provenance: says not where the threshold comes from" in capsys.readouterr().err
+
+
+def test_a_folder_a_list_a_yaml_and_a_bare_name(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(suite.parent)
+    for path in (suite.parent, suite, suite / "config-b200.txt", suite / "a.yaml"):
+        assert validate([str(path)], root=root) == 0
+    assert validate(["config-b200.txt"], root=root) == 0
+    capsys.readouterr()
+    assert validate(["config-b20.txt"], root=root) == 4
+    assert "did you mean 'config-b200.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty folder", "binary", "broken link"])
+def test_paths_that_hold_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "x.yaml"
+    if kind == "empty folder":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(bytes(range(256)))
+    elif kind == "broken link":
+        path.symlink_to(tmp_path / "nowhere")
+    assert validate([str(path)], root=str(REPOSITORY / "configs")) == 4
+    said = capsys.readouterr().err
+    assert "x.yaml" in said
+    assert "error" in said
+
+
+def test_the_pool_is_checked_through_the_list(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scout = CONFIG.replace("Qwen/Qwen3-30B-A3B", SCOUT)
+    (suite / "a.yaml").write_text(scout)
+    assert validate([str(suite)]) == 0
+    (suite / "config-h100.txt").write_text("a.yaml\n")
+    capsys.readouterr()
+    assert validate([str(suite)]) == 4
+    said = capsys.readouterr().err
+    assert f"{suite / 'a.yaml'}:6: error: server_args: does not fit" in said
+    assert "pool h100 has 79.6 GiB" in said
+
+
+def test_the_engine_is_asked_whether_it_takes_the_flags(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = CONFIG.replace("--max-model-len 8192", "--kv-cache-dtype fp8")
+    (suite / "a.yaml").write_text(flags)
+    assert validate([str(suite)]) == 0
+    capsys.readouterr()
+    assert validate([str(suite)], engine="moeserve") == 4
+    assert "a.yaml:6: error: server_args: moeserve refuses" in capsys.readouterr().err
+    assert validate([str(suite)], engine="vlm") == 4
+    assert "did you mean 'vllm'" in capsys.readouterr().err
+
+
+def test_equal_warnings_are_told_once(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "c"):
+        (suite / f"{name}.yaml").write_text(CONFIG.replace("0.02", "0.08"))
+    (suite / "config-b200.txt").write_text("a.yaml\nb.yaml\nc.yaml\n")
+    assert validate([str(suite)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("8.9 standard errors") == 1
+    assert "(and 2 more like it; --verbose lists them)" in said
+    assert validate([str(suite)], verbose=True) == 0
+    assert capsys.readouterr().out.count("8.9 standard errors") == 3
+
+
+def test_a_suite_inside_a_suite_keeps_its_own_orphans(suite: Path) -> None:
+    inner = suite / "inner"
+    inner.mkdir()
+    (inner / "x.yaml").write_text(CONFIG)
+    (inner / "config-b200.txt").write_text("x.yaml\n")
+    assert not survey([str(suite)], suite.parent, is_strict=True).has_errors
+    (inner / "y.yaml").write_text(CONFIG)
+    found = survey([str(suite)], suite.parent, is_strict=True)
+    assert [problem.file for problem in found.problems if problem.severity == "error"] == [
+        str(inner / "y.yaml")
+    ]
+
+
+def test_explain(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = CONFIG + "env: {HF_TOKEN: hf_abcdefgh, A: 'x y'}\n"
+    (suite / "a.yaml").write_text(text.replace("--max", "--api-key sk-12345678 --max"))
+    assert validate([str(suite.parent)], explain="a") == 0
+    said = capsys.readouterr().out
+    for part in (
+        "moe-refactor/a\n",
+        "serve Qwen/Qwen3-30B-A3B --api-key *** --max-model-len 8192",
+        "HF_TOKEN=*** A='x y'",
+        "2 of 8 (TP2); pool b200, sm100",
+        "28.4 GiB of weights on each device, of 161.1 GiB (0.9 of 179)",
+        "builtin, task gsm8k, metric last-number",
+        "0.86 = threshold 0.88 - tolerance 0.02",
+        "0.89 points (binomial, n = 1319)",
+        "2.8 points below the threshold fail at 80%",
+        f"{suite / 'a.yaml'}:4",
+        "startup_max_wait_seconds       1200.0",
+    ):
+        assert part in said, (part, said)
+    assert "hf_abcdefgh" not in said
+    assert "sk-12345678" not in said
+    assert validate([str(suite.parent)], explain="aa") == 4
+    assert "no config 'aa'" in capsys.readouterr().err
+
+
+def test_explain_of_a_faulty_file_says_what_is_wrong(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (suite / "a.yaml").write_text(CONFIG.replace("seed", "sead"))
+    assert validate([str(suite.parent)], explain="a") == 4
+    assert "did you mean `seed`" in capsys.readouterr().err
+
+
+def test_ls(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = str(suite.parent)
+    assert list_jobs(root=root) == 0
+    said = capsys.readouterr().out
+    assert "(b200, 1 jobs)" in said
+    assert re.search(r"moe-refactor/a +vllm +TP2 +2 GPUs +Qwen/Qwen3-30B-A3B +0.88 - 0.02", said)
+    assert list_jobs(["config-none.txt"], root=root) == 4
+    assert "no suite under" in capsys.readouterr().err
+
+
+class TestNew:
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        root = tmp_path / "configs"
+        shutil.copytree(REPOSITORY / "configs/moe-refactor", root / "moe-refactor")
+        return root
+
+    @pytest.mark.parametrize(
+        ("layout", "stem", "suite", "text"),
+        [
+            ("tp4", "Qwen3-30B-A3B-BF16-fi-cutlass-tp4", "moe-refactor", "TP4"),
+            ("tp4-ep", "Qwen3-30B-A3B-BF16-fi-cutlass-tep4", "moe-refactor", "TP4+EP"),
+            ("dp4", "Qwen3-30B-A3B-BF16-fi-cutlass-dp4", "moe-refactor-dp-ep", "DP4"),
+            ("dp4-ep", "Qwen3-30B-A3B-BF16-fi-cutlass-dep4", "moe-refactor-dp-ep", "DP4+EP"),
+            ("dep4", "Qwen3-30B-A3B-BF16-fi-cutlass-dep4", "moe-refactor-dp-ep", "DP4+EP"),
+        ],
+    )
+    def test_writes_a_valid_config_and_its_line(
+        self, root: Path, layout: str, stem: str, suite: str, text: str
+    ) -> None:
+        asked = NewConfig("Qwen/Qwen3-30B-A3B", "flashinfer_cutlass", layout, "h200", 0.88)
+        assert new_config(asked, str(root)) == 0
+        config = load_config(root / suite / f"{stem}.yaml")
+        assert (config.model_name, config.accuracy_threshold) == ("Qwen/Qwen3-30B-A3B", 0.88)
+        assert str(layout_of(config)) == text
+        assert config.expect_backend is not None
+        assert config.expect_backend.name == "flashinfer_cutlass"
+        listed = read_list(root / suite / "config-h200.txt", root)
+        assert [entry.path.stem for entry in listed.entries] == [stem]
+        assert validate([str(root)], strict=True) == 0
+
+    def test_appends_to_a_list_without_a_last_line_end(self, root: Path) -> None:
+        path = root / "moe-refactor/config-h100.txt"
+        path.write_text("Mixtral-8x7B-BF16-triton-tp2.yaml")
+        asked = NewConfig("mistralai/Mixtral-8x7B-v0.1", "triton", "tp4", "h100", 0.58)
+        assert new_config(asked, str(root)) == 0
+        assert path.read_text() == (
+            "Mixtral-8x7B-BF16-triton-tp2.yaml\nMixtral-8x7B-v0.1-BF16-triton-tp4.yaml\n"
+        )
+
+    def test_overwrites_nothing(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = root / "moe-refactor/Qwen3-30B-A3B-BF16-triton-tp2.yaml"
+        before = path.read_bytes()
+        asked = NewConfig("Qwen/Qwen3-30B-A3B", "triton", "tp2", "h200", 0.5)
+        assert new_config(asked, str(root)) == 4
+        assert "is not overwritten" in capsys.readouterr().err
+        assert path.read_bytes() == before
+        assert not (root / "moe-refactor/config-h200.txt").exists()
+
+    @pytest.mark.parametrize(
+        ("change", "part"),
+        [
+            ({"pool": "h20"}, "is no pool"),
+            ({"layout": "xp2"}, "is none of"),
+            ({"threshold": 88.0}, "write 0.88"),
+            ({"threshold": float("nan")}, "error"),
+            ({"suite": "../x"}, "must be letters"),
+            ({"engine": "vlm"}, "did you mean 'vllm'"),
+            ({"layout": "tp16"}, "needs 16 GPUs"),
+            ({"extra_args": "--x 'a"}, "is never closed"),
+            ({"extra_args": "--port 1"}, "the suite's own"),
+            ({"backend": "flashinfer_trtllm"}, "kernels for sm10* only"),
+            (
+                {"model": "meta-llama/Llama-4-Scout-17B-16E-Instruct", "pool": "h100"},
+                "does not fit",
+            ),
+            ({"model": "yes: {", "name": "x"}, "is no model id"),
+        ],
+    )
+    def test_refuses_and_writes_nothing(
+        self,
+        root: Path,
+        capsys: pytest.CaptureFixture[str],
+        change: dict[str, object],
+        part: str,
+    ) -> None:
+        before = sorted(root.rglob("*"))
+        values: dict[str, object] = {
+            **{"model": "Qwen/Qwen3-30B-A3B", "backend": "triton", "layout": "tp2"},
+            **{"pool": "h200", "threshold": 0.88, "name": "new"},
+        }
+        assert new_config(NewConfig(**{**values, **change}), str(root)) == 4  # type: ignore[arg-type]
+        assert part in capsys.readouterr().err
+        assert sorted(root.rglob("*")) == before
+
+
+def test_as_a_process_it_needs_no_torch_and_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: [")
+    code = (
+        "import sys; from evalsuite.cli_config import validate; code = validate(sys.argv[1:]);"
+        "heavy = {'torch', 'scipy', 'transformers', 'lm_eval', 'aiohttp'} & set(sys.modules);"
+        "print(sorted(heavy)); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "Traceback" not in done.stderr
