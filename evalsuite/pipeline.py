@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from evalsuite import baseline_store, engines, evaluators, tasks
+from evalsuite import baseline_store, engines, evaluators
 from evalsuite.baseline import BaselinePair
 from evalsuite.engine_checks import (
     DraftCounters,
@@ -32,7 +32,6 @@ from evalsuite.progress import Display
 from evalsuite.run_folder import RunFolder
 from evalsuite.server import RunningServer, StartSettings
 from evalsuite.shared_server import SharedServer
-from evalsuite.tasks.base import TaskSettings
 from evalsuite.tasks.data import source_from
 from evalsuite.verdict import Status, Verdict
 
@@ -102,17 +101,7 @@ def check(jobs: Sequence[EvalJob], options: RunOptions) -> None:
         config = job.config
         try:
             engine_of(job, options).launch_spec(job)
-            evaluators.get(config.evaluator)
-            task = tasks.get(config.task)
-            tasks.gating_metric(task, config.metric)
-            if config.evaluator == "builtin":
-                asked = TaskSettings(
-                    options.limit or config.num_questions,
-                    config.num_fewshot,
-                    config.gen_prefix,
-                    data,
-                )
-                task.samples(asked)
+            evaluators.get(config.evaluator).check(config, data, options.limit)
             _baseline(job, options)
         except ConfigError as error:
             problems += [p for p in error.problems if p not in problems]
@@ -194,6 +183,7 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         data=source_from(this.options.environ, this.options.data_dir),
         limit=this.options.limit,
         api_key=server.api_key,
+        timeout_s=job.config.timeout_for(job.pool.vendor if job.pool else ""),
         on_progress=lambda progress: this.display.questions(job.id, progress),
         should_abort=lambda: "" if server.is_alive else "the server process ended",
     )

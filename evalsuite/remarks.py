@@ -66,6 +66,7 @@ def _answers(result: EvalResult, config: EvalConfig, records: Sequence[LedgerRec
             f"{result.num_failed} of {n} answers are missing: accuracy between {low:.4f} and "
             f"{high:.4f}; first error: {result.first_error}"
         )
+    found += result.notes
     if result.retries:
         found.append(f"{result.retries} requests were retried")
     gating = result.num_correct[result.metric]

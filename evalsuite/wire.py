@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# How engines say that they gave a request up (vLLM and SGLang: "abort"): the text so far is no
+# answer.
+GIVEN_UP = frozenset({"abort", "aborted", "cancelled", "error"})
 # How much of a server's own message is kept in a record.
 MAX_MESSAGE_CHARS = 500
 
@@ -143,8 +146,10 @@ def _choice(choice: dict[str, Any], is_chat: bool, tokens: tuple[int, int]) -> C
         text = choice.get("text")
     if not isinstance(text, str):
         raise MalformedError(f"the text of a choice is {text!r}")
-    ids, logprobs = _token_details(choice, is_chat)
     reason = choice.get("finish_reason")
+    if reason in GIVEN_UP:
+        raise MalformedError(f"the server gave the request up (finish_reason {reason!r})")
+    ids, logprobs = _token_details(choice, is_chat)
     return Choice(text, reason if isinstance(reason, str) else "", *tokens, ids, logprobs)
 
 

@@ -46,6 +46,7 @@ def aggregate(
     duration_s: float,
     reused: int = 0,
     stopped: str = "",
+    notes: tuple[str, ...] = (),
 ) -> EvalResult:
     """Count the records of a plan.
 
@@ -55,6 +56,7 @@ def aggregate(
         duration_s: Wall time of the questions in this run.
         reused: Records taken from an earlier run.
         stopped: Why the evaluation ended early, "" if it did not.
+        notes: What a reader should know beside the counts.
     """
     wanted = set(plan.indices)
     latest = {(r.repeat, r.index): r for r in records if r.index in wanted}
@@ -98,6 +100,7 @@ def aggregate(
         latency_p99_s=percentile(latencies, 0.99),
         reused=reused,
         stopped=stopped,
+        notes=notes,
     )
 
 

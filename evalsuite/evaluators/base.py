@@ -63,6 +63,7 @@ class EvaluationRequest:
         batch_size: Prompts in one request; above 1 only on the completions route.
         has_logprobs: Record the log-probability of each generated token.
         api_key: Bearer token, "" for none.
+        timeout_s: Limit of one attempt, None for the config's `request_timeout_seconds`.
         on_progress: Called in this thread about ten times a second, and at the end.
         should_abort: Asked about twenty times a second; a text (the reason) ends the evaluation
             at once, with whatever is open counted as failed.
@@ -79,18 +80,36 @@ class EvaluationRequest:
     batch_size: int = 1
     has_logprobs: bool = False
     api_key: str = field(default="", repr=False)
+    timeout_s: float | None = None
     on_progress: Callable[[Progress], None] | None = None
     should_abort: Callable[[], str] | None = None
 
     @property
     def num_questions(self) -> int:
         """Questions per repeat that are asked for; the data may hold fewer."""
-        wanted = self.config.num_questions
-        return wanted if self.limit is None else min(self.limit, wanted)
+        return asked_for(self.config, self.limit)
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Limit of one attempt."""
+        return self.config.request_timeout_seconds if self.timeout_s is None else self.timeout_s
+
+
+def asked_for(config: EvalConfig, limit: int | None) -> int:
+    """Questions that a config and a `--limit` ask for."""
+    return config.num_questions if limit is None else min(limit, config.num_questions)
 
 
 class Evaluator(Protocol):
     """A module of this folder: its name is in `evaluators.NAMES`."""
+
+    def check(self, config: EvalConfig, data: DataSource, limit: int | None) -> None:
+        """Find out before a server is started whether `evaluate` could work.
+
+        Raises:
+            ConfigError: Task, metric, data or a needed library do not fit or are missing.
+        """
+        ...
 
     def evaluate(self, request: EvaluationRequest) -> EvalResult:
         """Ask every question the ledger does not hold yet.
@@ -130,6 +149,7 @@ class EvalResult:
         latency_p99_s: 99th percentile.
         reused: Records taken from an earlier, interrupted run.
         stopped: Why the evaluation was ended early (`should_abort`'s words), "" if it was not.
+        notes: What a reader of the numbers should know of how they came about.
     """
 
     task: str
@@ -155,6 +175,7 @@ class EvalResult:
     latency_p99_s: float = 0.0
     reused: int = 0
     stopped: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def accuracy(self) -> float:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 from evalsuite import tasks
 from evalsuite.client import Client, ClientSettings, Reply, RequestFailure, RetryPolicy
+from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
 from evalsuite.evaluators.aggregate import Plan, aggregate
-from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
+from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience, allow_sockets
 from evalsuite.evaluators.records import Place, answered_record, failed_record
 from evalsuite.ledger import Ledger, LedgerHead
-from evalsuite.tasks.base import Sample, Task, TaskSettings, hash_text, profile_of
+from evalsuite.tasks.base import DataSource, Sample, Task, TaskSettings, hash_text, profile_of
 from evalsuite.wire import SamplingSettings, build_body
 
 NAME = "builtin"
@@ -62,13 +63,9 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             (prompt longer than its context, unknown model, wrong key).
     """
     config = request.config
-    task = tasks.get(config.task)
-    metric = tasks.gating_metric(task, config.metric)
     if request.batch_size > 1 and config.use_chat_completions:
         raise ConfigError("several prompts in one request need the completions route, not chat")
-    samples = task.samples(
-        TaskSettings(request.num_questions, config.num_fewshot, config.gen_prefix, request.data)
-    )
+    task, metric, samples = _questions(config, request.data, request.limit)
     profile = profile_of(task, samples)
     sampling = SamplingSettings(
         model=request.served_model,
@@ -127,13 +124,38 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             ),
         )
         run.started = time.perf_counter()
+        notes: tuple[str, ...] = ()
         if missing:
-            asyncio.run(_drive(run, _concurrency(request, len(missing))))
+            concurrency, notes = _concurrency(request, len(missing))
+            asyncio.run(_drive(run, concurrency))
         _show(run, is_last=True)
         duration = time.perf_counter() - run.started
         return aggregate(
-            plan, ledger.records, duration_s=duration, reused=len(kept), stopped=run.stopped
+            plan,
+            ledger.records,
+            duration_s=duration,
+            reused=len(kept),
+            stopped=run.stopped,
+            notes=notes,
         )
+
+
+def check(config: EvalConfig, data: DataSource, limit: int | None) -> None:
+    """Build the prompts without a server; see `Evaluator.check`.
+
+    Raises:
+        ConfigError: Task, metric or data do not fit or are missing.
+    """
+    _questions(config, data, limit)
+
+
+def _questions(
+    config: EvalConfig, data: DataSource, limit: int | None
+) -> tuple[Task, str, list[Sample]]:
+    task = tasks.get(config.task)
+    metric = tasks.gating_metric(task, config.metric)
+    settings = TaskSettings(asked_for(config, limit), config.num_fewshot, config.gen_prefix, data)
+    return task, metric, task.samples(settings)
 
 
 def _ordered(samples: list[Sample], order_seed: int | None, repeat: int) -> list[Sample]:
@@ -148,7 +170,7 @@ def _batches(questions: list[_Question], size: int) -> Iterator[list[_Question]]
     return (questions[at : at + size] for at in range(0, len(questions), size))
 
 
-def _concurrency(request: EvaluationRequest, num_missing: int) -> int:
+def _concurrency(request: EvaluationRequest, num_missing: int) -> tuple[int, tuple[str, ...]]:
     num_requests = -(-num_missing // request.batch_size)
     return allow_sockets(min(request.config.max_concurrency or num_requests, num_requests))
 
@@ -159,7 +181,7 @@ async def _drive(run: _Run, concurrency: int) -> None:
     settings = ClientSettings(
         base_url=run.request.base_url,
         sampling=run.sampling,
-        timeout_s=config.request_timeout_seconds,
+        timeout_s=run.request.request_timeout_s,
         retry=RetryPolicy(max_retries=config.max_retries),
         api_key=run.request.api_key,
     )

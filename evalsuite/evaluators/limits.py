@@ -25,20 +25,31 @@ _CONTEXT = re.compile(r"context|max_model_len|maximum .{0,20}length|too long", r
 _INTEGER = re.compile(r"\d+")
 
 
-def allow_sockets(wished: int) -> int:
-    """Raise this process's limit of open files as far as it may; return the concurrency it allows.
+def allow_sockets(wished: int) -> tuple[int, tuple[str, ...]]:
+    """Raise this process's limit of open files as far as it may.
 
     Args:
         wished: Requests in flight that are wanted, at least 1.
+
+    Returns:
+        The concurrency that is possible, and a note where it is less than the wish.
     """
-    wished = max(1, min(wished, MAX_IN_FLIGHT))
+    possible, why = _possible(wished)
+    if possible >= wished:
+        return wished, ()
+    return possible, (f"{possible} requests in flight in place of {wished}: {why}",)
+
+
+def _possible(wished: int) -> tuple[int, str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    needed = wished + OTHER_FILES
+    needed = min(wished, MAX_IN_FLIGHT) + OTHER_FILES
     if soft != unlimited and soft < needed:
         soft = needed if hard == unlimited else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wished if soft == unlimited else max(1, min(wished, soft - OTHER_FILES))
+    if soft != unlimited and soft < needed:
+        return max(1, soft - OTHER_FILES), f"the system allows {soft} open files"
+    return MAX_IN_FLIGHT, f"{MAX_IN_FLIGHT} are the most at once"
 
 
 @dataclass

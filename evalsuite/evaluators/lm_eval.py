@@ -20,15 +20,17 @@ from typing import Any
 
 from evalsuite import tasks
 from evalsuite.client import Reply, RequestFailure
-from evalsuite.errors import EvalError
+from evalsuite.config import EvalConfig
+from evalsuite.errors import ConfigError, EvalError, Problem
 from evalsuite.evaluators.aggregate import Plan, aggregate
-from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
+from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience
 from evalsuite.evaluators.lm_eval_job import find_form, ledger_head, worker_job, write_task
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
 from evalsuite.evaluators.records import Place, answered_record, failed_record
 from evalsuite.ledger import Ledger, LedgerRecord
-from evalsuite.tasks.base import Task
+from evalsuite.tasks.base import DataSource, Task, TaskSettings
+from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
 
 NAME = "lm-eval"
 POLL_S = 0.1
@@ -62,7 +64,10 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             server refuses every request alike.
         EvalError: lm-eval itself failed; its last lines are in the message.
     """
-    form = find_form(request)
+    form = find_form(request.config)
+    if request.order_seed is not None or request.batch_size > 1 or request.has_logprobs:
+        message = "order, batch size and log-probabilities are lm-eval's own; use the builtin one"
+        raise ConfigError(Problem("error", message, key="evaluator"))
     task = tasks.get(form.task)
     metric = tasks.gating_metric(task, request.config.metric)
     rows = task.rows("test", request.data)[: request.num_questions]
@@ -106,6 +111,20 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             reused=run.progress.reused,
             stopped=run.stopped,
         )
+
+
+def check(config: EvalConfig, data: DataSource, limit: int | None) -> None:
+    """Look for lm-eval, the data and what the task cannot do; see `Evaluator.check`.
+
+    Raises:
+        ConfigError: One of them does not fit or is missing.
+    """
+    form = find_form(config)
+    task = tasks.get(form.task)
+    tasks.gating_metric(task, config.metric)
+    lm_eval_task_file(form.file)
+    # The prompts are lm-eval's work; ours are equal, so building them tells of the same faults.
+    task.samples(TaskSettings(asked_for(config, limit), config.num_fewshot, "", data))
 
 
 def _drive(run: _Run, job: WorkerJob) -> None:

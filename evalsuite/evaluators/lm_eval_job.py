@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from evalsuite.client import ClientSettings
+from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.evaluators.base import EvaluationRequest
 from evalsuite.evaluators.limits import allow_sockets
@@ -48,13 +49,12 @@ _FORMS = {
 }
 
 
-def find_form(request: EvaluationRequest) -> Form:
+def find_form(config: EvalConfig) -> Form:
     """Check that lm-eval can do what is asked.
 
     Raises:
         ConfigError: Names the key that has no meaning here.
     """
-    config = request.config
     problems = []
     if config.task not in _FORMS:
         message = f"lm-eval has no task {config.task!r} of ours; known: {', '.join(_FORMS)}"
@@ -65,9 +65,6 @@ def find_form(request: EvaluationRequest) -> Form:
     if config.gen_prefix:
         message = "belongs to the script's prompts; use evaluator: builtin"
         problems.append(Problem("error", message, key="gen_prefix"))
-    if request.order_seed is not None or request.batch_size > 1 or request.has_logprobs:
-        message = "order, batch size and log-probabilities are lm-eval's own; use the builtin one"
-        problems.append(Problem("error", message, key="evaluator"))
     if problems:
         raise ConfigError(problems)
     return _FORMS[config.task]
@@ -137,7 +134,9 @@ def worker_job(
     known: list[dict[str, str]] = [{} for _ in range(request.repeats)]
     for record in kept:
         known[record.repeat][record.prompt_hash] = record.text or ""
-    concurrency = allow_sockets(config.max_concurrency or num_questions)
+    # A repeat that is on record already would only cost lm-eval's start; one must tell the prompts.
+    repeats = [n for n, texts in enumerate(known) if len(texts) < num_questions] or [0]
+    concurrency, _ = allow_sockets(config.max_concurrency or num_questions)
     return WorkerJob(
         task=_task_name(_FORMS[config.task]),
         folder=str(folder),
@@ -151,8 +150,8 @@ def worker_job(
         # lm-eval's serial path for 1 sends another stop list and reports nothing.
         num_concurrent=max(2, concurrency),
         max_attempts=config.max_retries + 1,
-        timeout_s=math.ceil(config.request_timeout_seconds),
-        repeats=request.repeats,
+        timeout_s=math.ceil(request.request_timeout_s),
+        repeats=repeats,
         known=known,
         api_key=request.api_key,
     )

@@ -42,7 +42,7 @@ class WorkerJob:
         num_concurrent: Requests in flight, at least 2.
         max_attempts: Attempts per request.
         timeout_s: Limit of one attempt; lm-eval takes whole seconds.
-        repeats: Times every question is asked.
+        repeats: Numbers of the repeats to run.
         known: Per repeat, prompt hash -> reply text that is on record already.
         api_key: Bearer token, "" for none.
     """
@@ -59,7 +59,7 @@ class WorkerJob:
     num_concurrent: int
     max_attempts: int
     timeout_s: int
-    repeats: int = 1
+    repeats: list[int] = field(default_factory=lambda: [0])
     known: list[dict[str, str]] = field(default_factory=list)
     api_key: str = field(default="", repr=False)
 
@@ -242,9 +242,9 @@ def run(job: WorkerJob) -> None:
     events = _Events(job.events)
     model = _model_class()(job, events)
     manager = TaskManager(include_path=job.folder, include_defaults=False)
-    for repeat in range(job.repeats):
+    for repeat in job.repeats:
         model.repeat = repeat
-        model.known = job.known[repeat] if repeat < len(job.known) else {}
+        model.known = job.known[repeat]
         found = lm_eval.simple_evaluate(
             model=model,
             tasks=[job.task],
