@@ -50,7 +50,7 @@ def route(
         weights = values.sigmoid()
     elif bias is None and routing.num_groups == 1:
         values, ids = _top_k(logits, routing.top_k)
-        weights = _scores_of_chosen(values, logits, routing)
+        weights = _scores_of_chosen(values, ids, logits, routing)
     else:
         scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
         ids = _select(scores, logits, routing, bias)
@@ -94,7 +94,7 @@ def _top_k(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores_of_chosen(
-    values: torch.Tensor, logits: torch.Tensor, routing: RoutingSpec
+    values: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, routing: RoutingSpec
 ) -> torch.Tensor:
     """Weights [T, K] from the chosen logits.
 
@@ -105,7 +105,7 @@ def _scores_of_chosen(
         return _renormalise(values.sigmoid(), routing)
     if routing.is_renormalized:
         return values.softmax(-1)  # the sum over all E cancels
-    return (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return logits.softmax(-1).gather(1, ids)
 
 
 def _renormalise(weights: torch.Tensor, routing: RoutingSpec) -> torch.Tensor:
@@ -127,7 +127,8 @@ def _select(
     choice = choice.masked_fill(logits == -torch.inf, torch.finfo(torch.float32).min)
     if routing.num_groups == 1:
         return _top_k(choice, routing.top_k)[1]
-    groups = choice.view(choice.shape[0], routing.num_groups, -1)
+    num_tokens, num_experts = choice.shape
+    groups = choice.view(num_tokens, routing.num_groups, num_experts // routing.num_groups)
     if bias is None or groups.shape[-1] == 1:
         group_scores = groups.amax(-1)
     else:

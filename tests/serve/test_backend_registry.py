@@ -1,0 +1,164 @@
+"""Platforms, libraries that are absent, backends of other packages, and the table of them all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+from moe_helpers import make_spec
+
+from moeserve import backends_command
+from moeserve.errors import Unsupported, UsageError
+from moeserve.moe import oracle
+from moeserve.moe.backends import registry as registry_module
+from moeserve.moe.backends.base import Backend
+from moeserve.moe.backends.optional import library_reason
+from moeserve.moe.backends.registry import GROUP, load_entry_points, registry
+from moeserve.moe.oracle import select_unquantized_moe_backend
+from moeserve.moe.platforms import MachineFacts, check_platform, detect_platform
+from moeserve.moe.policy import TABLE
+from moeserve.moe.report import support_table
+from moeserve.moe.spec import PLATFORMS, MoESpec, RoutingSpec
+
+EXAMPLE = Path(__file__).parent / "example_backend"
+FI = "VLLM_USE_FLASHINFER_MOE_FP16"
+FI_KIND = "VLLM_FLASHINFER_MOE_BACKEND"
+AITER, AITER_MOE = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"
+QWEN3 = MoESpec(128, 2048, 768, RoutingSpec(8))
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (MachineFacts(), "cpu"),
+        (MachineFacts(has_gpu=True, capability=(9, 0)), "cuda-sm90"),
+        (MachineFacts(has_gpu=True, capability=(10, 3)), "cuda-sm100"),
+        (MachineFacts(has_gpu=True, capability=(12, 1)), "cuda-sm120"),
+        (MachineFacts(has_gpu=True, capability=(9, 4), hip="6.3"), "rocm"),
+        (MachineFacts(has_xpu=True), "xpu"),
+        (MachineFacts(has_tpu=True), "tpu"),
+        # An out-of-tree device that looks like CUDA is out of tree (vllm-plugin-FL#141).
+        (MachineFacts(out_of_tree="npu", has_gpu=True, capability=(9, 0)), "oot"),
+    ],
+)
+def test_a_machine_is_exactly_one_platform(facts: MachineFacts, expected: str) -> None:
+    assert detect_platform(facts) == expected
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (11, 0), (13, 0)])
+def test_an_unknown_gpu_raises(capability: tuple[int, int]) -> None:
+    with pytest.raises(Unsupported, match=r"compute capability \d+\.\d+ is no platform"):
+        detect_platform(MachineFacts(has_gpu=True, capability=capability))
+
+
+def test_an_unknown_platform_raises_with_the_closest() -> None:
+    with pytest.raises(UsageError, match="Did you mean 'cuda-sm90'"):
+        check_platform("cuda-sm9")
+
+
+def test_missing_libraries_are_reasons() -> None:
+    assert library_reason("nothing_of_that_name", "nothing-of-that-name") == (
+        "nothing-of-that-name is not installed"
+    )
+    assert "is older than 999" in library_reason("torch", "torch", at_least=(999,))
+    assert library_reason("torch", "torch", at_least=(2, 0)) == ""
+    assert "needs Python 99.0" in library_reason("torch", "torch", python=(99, 0))
+    assert "cannot be imported" in library_reason("not_a_module_of_torch", "torch")
+
+
+def example_points() -> list[importlib.metadata.EntryPoint]:
+    (distribution,) = importlib.metadata.distributions(path=[str(EXAMPLE)])
+    return list(distribution.entry_points.select(group=GROUP))
+
+
+@pytest.fixture
+def with_example(monkeypatch: pytest.MonkeyPatch) -> registry_module.Registry:
+    """The registry as if the example package were installed."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    in_tree = registry().in_tree
+    extended = registry_module.Registry(in_tree, *load_entry_points(example_points(), in_tree))
+    monkeypatch.setattr(oracle, "registry", lambda: extended)
+    return extended
+
+
+def test_an_out_of_tree_backend_wins_only_by_its_name(
+    with_example: registry_module.Registry,
+) -> None:
+    assert list(with_example.out_of_tree) == ["example_dense"]
+    assert with_example.names[-len(with_example.broken) - 1] == "example_dense"
+    assert select_unquantized_moe_backend(make_spec()).primary == "cpu"
+    assert select_unquantized_moe_backend(make_spec(), "example_dense").primary == "example_dense"
+    oot = select_unquantized_moe_backend(make_spec(), "example_dense", "oot")
+    assert oot.ranges == ((8192, "example_dense"),)
+    with pytest.raises(Unsupported):
+        select_unquantized_moe_backend(make_spec(), "auto", "oot")
+
+
+def test_broken_out_of_tree_backends_are_reasons(with_example: registry_module.Registry) -> None:
+    broken = with_example.broken
+    assert "ModuleNotFoundError" in broken["example_missing"]
+    assert "is no moeserve.moe.backends.base.Backend" in broken["example_not_a_backend"]
+    assert "calls its backend 'example_dense'" in broken["example_misnamed"]
+    with pytest.raises(Unsupported, match="ModuleNotFoundError"):
+        select_unquantized_moe_backend(make_spec(), "example_missing")
+    # A name of this tree cannot be taken over.
+    assert "cpu" not in with_example.out_of_tree
+    assert "cpu" not in broken
+
+
+def test_every_backend_states_its_traits() -> None:
+    for name, backend in registry().in_tree.items():
+        assert isinstance(backend, Backend)
+        traits = backend.traits
+        assert traits.name == name
+        assert traits.platforms <= set(PLATFORMS)
+        assert traits.kernel_patterns
+    never = {n for n, b in registry().in_tree.items() if not b.traits.was_executed}
+    assert {"aiter", "flashinfer_trtllm"} <= never
+    policy_names = {n for rule in TABLE for _, names in rule.ranges for n in names}
+    assert policy_names <= set(registry().in_tree) | {"triton"}
+
+
+def test_backends_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert backends_command.main(["--platform", "cpu", "--json", "mixtral-8x7b"], {}) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["chosen"] == "cpu"
+    assert report["ranges"] == [[8192, "cpu"]]
+    by_name = {row["name"]: row for row in report["backends"]}
+    assert by_name["cpu"]["order"] == 1
+    assert by_name["cpu"]["tokens"] == "1-8192"
+    assert by_name["aiter"]["note"] == "never executed"
+    words = ["--platform", "cuda-sm90", "--moe-backend", "flashinfer_trtllm", "qwen3-30b-a3b"]
+    assert backends_command.main(words, {}) == 1
+    text = capsys.readouterr().out
+    assert "no plan: Unquantized MoE backend flashinfer_trtllm does not support" in text
+    assert "kernel does not support current device cuda-sm90 [never executed]" in text
+
+
+def test_backends_command_reads_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "tie_word_embeddings": False, "eos_token_id": 0, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert backends_command.main(["--platform", "cpu", "-tp", "2", str(tmp_path)], {}) == 0
+    assert "plan: {'cpu': '1-8192'}" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="does not divide the experts' width 16"):
+        backends_command.main(["--platform", "cpu", "-tp", "3", str(tmp_path)], {})
+    with pytest.raises(UsageError, match="Did you mean 'cpu'"):
+        backends_command.main(["--platform", "cpuu", str(tmp_path)], {})
+    with pytest.raises(UsageError, match="MODEL is missing"):
+        backends_command.main([], {})
+
+
+def test_readme_has_the_generated_support_table() -> None:
+    readme = Path(__file__).parents[2] / "kernels" / "README.md"
+    assert support_table() in readme.read_text(encoding="utf-8")
