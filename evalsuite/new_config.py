@@ -19,10 +19,12 @@ from evalsuite.errors import ConfigError, Problem
 from evalsuite.hardware import load_hardware
 from evalsuite.layout import layout_of
 from evalsuite.lists import hardware_file
-from evalsuite.server_args import split_shell
+from evalsuite.server_args import flag_values, split_shell
 
 _LAYOUT = re.compile(r"(?P<kind>tp|dp|tep|dep)(?P<size>[1-9][0-9]{0,2})(?P<ep>-ep)?")
 _FILE_STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+# What the field's configs ask for: five shots and an answer fit with room to spare.
+_CONTEXT = ("--max-model-len", "8192")
 _SUITES = {"tp": "moe-refactor", "dp": "moe-refactor-dp-ep"}
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 # What YAML 1.1 reads as something else than text.
@@ -59,7 +61,7 @@ class NewConfig:
     engine: str = "moeserve"
     task: str = "gsm8k"
     tolerance: float = 0.02
-    extra_args: str = "--enforce-eager --max-model-len 8192"
+    extra_args: str = ""
     name: str = ""
     quant: str = "BF16"
 
@@ -108,6 +110,8 @@ def _render(asked: NewConfig, layout: str, is_ep: bool) -> str:
         argv = split_shell(asked.extra_args)
     except ValueError as error:
         raise ConfigError(f"the extra server arguments: {error}") from error
+    if not flag_values(argv, _CONTEXT[:1]):
+        argv += _CONTEXT
     argv += [sizes[layout[:2]], layout[2:], *(["--enable-expert-parallel"] if is_ep else [])]
     argv += ["--moe-backend", asked.backend]
     source = asked.provenance or "given by hand; not measured"
