@@ -39,25 +39,27 @@ class Plan:
     repeats: int
 
 
-def aggregate(
-    plan: Plan,
-    records: Iterable[LedgerRecord],
-    *,
-    duration_s: float,
-    reused: int = 0,
-    stopped: str = "",
-    notes: tuple[str, ...] = (),
-) -> EvalResult:
-    """Count the records of a plan.
+@dataclass(frozen=True)
+class Circumstances:
+    """How the counting came to its records.
 
-    Args:
-        plan: What was to be asked.
-        records: The last of each (index, repeat) counts; others than the plan's do not.
+    Attributes:
         duration_s: Wall time of the questions in this run.
         reused: Records taken from an earlier run.
         stopped: Why the evaluation ended early, "" if it did not.
         notes: What a reader should know beside the counts.
     """
+
+    duration_s: float
+    reused: int = 0
+    stopped: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def aggregate(
+    plan: Plan, records: Iterable[LedgerRecord], circumstances: Circumstances
+) -> EvalResult:
+    """Count the records of a plan; the last of each (index, repeat) counts, strangers do not."""
     wanted = set(plan.indices)
     latest = {(r.repeat, r.index): r for r in records if r.index in wanted}
     first = [latest[0, index] for index in plan.indices if (0, index) in latest]
@@ -91,16 +93,16 @@ def aggregate(
         num_failed=len(plan.indices) - len(answered),
         num_no_answer=sum(record.scores.get(plan.metric) == "no_answer" for record in answered),
         retries=sum(record.retries for record in everything),
-        first_error=next(errors, stopped),
-        duration_s=duration_s,
+        first_error=next(errors, circumstances.stopped),
+        duration_s=circumstances.duration_s,
         prompt_tokens=sum(record.prompt_tokens for record in everything),
         completion_tokens=sum(record.completion_tokens for record in everything),
         per_question=per_question,
         latency_p50_s=percentile(latencies, 0.5),
         latency_p99_s=percentile(latencies, 0.99),
-        reused=reused,
-        stopped=stopped,
-        notes=notes,
+        reused=circumstances.reused,
+        stopped=circumstances.stopped,
+        notes=circumstances.notes,
     )
 
 

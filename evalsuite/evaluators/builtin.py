@@ -16,12 +16,12 @@ from evalsuite import tasks
 from evalsuite.client import Client, ClientSettings, Reply, RequestFailure, RetryPolicy
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
-from evalsuite.evaluators.aggregate import Plan, aggregate
+from evalsuite.evaluators.aggregate import Circumstances, Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience, allow_sockets
-from evalsuite.evaluators.records import Place, answered_record, failed_record
-from evalsuite.ledger import Ledger, LedgerHead
-from evalsuite.tasks.base import DataSource, Sample, Task, TaskSettings, hash_text, profile_of
+from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
+from evalsuite.ledger import Ledger
+from evalsuite.tasks.base import DataSource, Sample, Task, TaskSettings, hash_prompts, hash_text
 from evalsuite.wire import SamplingSettings, build_body
 
 NAME = "builtin"
@@ -44,7 +44,6 @@ class _Run:
     request: EvaluationRequest
     task: Task
     metric: str
-    sampling: SamplingSettings
     ledger: Ledger
     waiting: Iterator[list[_Question]]
     progress: Progress
@@ -66,38 +65,8 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
     if request.batch_size > 1 and config.use_chat_completions:
         raise ConfigError("several prompts in one request need the completions route, not chat")
     task, metric, samples = _questions(config, request.data, request.limit)
-    profile = profile_of(task, samples)
-    sampling = SamplingSettings(
-        model=request.served_model,
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-        stop=task.stop,
-        is_chat=config.use_chat_completions,
-        has_logprobs=request.has_logprobs,
-    )
-    plan = Plan(
-        task=task.name,
-        evaluator=NAME,
-        metric=metric,
-        metrics=task.metrics,
-        profile=profile.name,
-        prompt_hash=profile.prompt_hash,
-        indices=tuple(sample.index for sample in samples),
-        repeats=request.repeats,
-    )
-    head = LedgerHead(
-        evaluator=NAME,
-        profile=profile.name,
-        model=request.served_model,
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-        stop=task.stop,
-        is_chat=config.use_chat_completions,
-    )
     hashes = {sample.index: hash_text(sample.prompt) for sample in samples}
-    with Ledger(request.ledger_path, head) as ledger:
+    with Ledger(request.ledger_path, ledger_head(NAME, request, task)) as ledger:
         kept = {
             key: record
             for key, record in ledger.answered(hashes).items()
@@ -112,31 +81,33 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             if (sample.index, repeat) not in kept
         ]
         right = sum(record.scores.get(metric) == "correct" for record in kept.values())
+        total = len(samples) * request.repeats
         run = _Run(
             request=request,
             task=task,
             metric=metric,
-            sampling=sampling,
             ledger=ledger,
             waiting=_batches(missing, request.batch_size),
-            progress=Progress(
-                len(kept), len(samples) * request.repeats, right, 0, 0.0, reused=len(kept)
-            ),
+            progress=Progress(len(kept), total, right, 0, 0.0, reused=len(kept)),
         )
+        concurrency, notes = _concurrency(request, len(missing))
         run.started = time.perf_counter()
-        notes: tuple[str, ...] = ()
         if missing:
-            concurrency, notes = _concurrency(request, len(missing))
             asyncio.run(_drive(run, concurrency))
         _show(run, is_last=True)
         duration = time.perf_counter() - run.started
+        plan = Plan(
+            task=task.name,
+            evaluator=NAME,
+            metric=metric,
+            metrics=task.metrics,
+            profile=task.profile,
+            prompt_hash=hash_prompts(sample.prompt for sample in samples),
+            indices=tuple(sample.index for sample in samples),
+            repeats=request.repeats,
+        )
         return aggregate(
-            plan,
-            ledger.records,
-            duration_s=duration,
-            reused=len(kept),
-            stopped=run.stopped,
-            notes=notes,
+            plan, ledger.records, Circumstances(duration, len(kept), run.stopped, notes)
         )
 
 
@@ -175,12 +146,25 @@ def _concurrency(request: EvaluationRequest, num_missing: int) -> tuple[int, tup
     return allow_sockets(min(request.config.max_concurrency or num_requests, num_requests))
 
 
+def _sampling(run: _Run) -> SamplingSettings:
+    config = run.request.config
+    return SamplingSettings(
+        model=run.request.served_model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        stop=run.task.stop,
+        is_chat=config.use_chat_completions,
+        has_logprobs=run.request.has_logprobs,
+    )
+
+
 async def _drive(run: _Run, concurrency: int) -> None:
     """Run the workers to the end, to an abort, or to the first error of theirs."""
     config = run.request.config
     settings = ClientSettings(
         base_url=run.request.base_url,
-        sampling=run.sampling,
+        sampling=_sampling(run),
         timeout_s=run.request.request_timeout_s,
         retry=RetryPolicy(max_retries=config.max_retries),
         api_key=run.request.api_key,
@@ -215,7 +199,7 @@ async def _work(run: _Run, client: Client, worker: int) -> None:
         if run.stopped:
             return
         run.in_flight[worker] = questions
-        body = build_body(run.sampling, [question.prompt for question in questions])
+        body = build_body(client.settings.sampling, [question.prompt for question in questions])
         outcome = await client.ask(body, len(questions))
         del run.in_flight[worker]
         _book(run, questions, outcome)

@@ -22,12 +22,12 @@ from evalsuite import tasks
 from evalsuite.client import Reply, RequestFailure
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError, EvalError, Problem
-from evalsuite.evaluators.aggregate import Plan, aggregate
+from evalsuite.evaluators.aggregate import Circumstances, Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience
-from evalsuite.evaluators.lm_eval_job import find_form, ledger_head, worker_job, write_task
+from evalsuite.evaluators.lm_eval_job import find_form, worker_job, write_task
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
-from evalsuite.evaluators.records import Place, answered_record, failed_record
+from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
 from evalsuite.ledger import Ledger, LedgerRecord
 from evalsuite.tasks.base import DataSource, Task, TaskSettings
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
@@ -107,9 +107,11 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
         return aggregate(
             plan,
             ledger.records,
-            duration_s=time.perf_counter() - run.started,
-            reused=run.progress.reused,
-            stopped=run.stopped,
+            Circumstances(
+                duration_s=time.perf_counter() - run.started,
+                reused=run.progress.reused,
+                stopped=run.stopped,
+            ),
         )
 
 

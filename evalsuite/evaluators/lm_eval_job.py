@@ -20,7 +20,7 @@ from evalsuite.errors import ConfigError, Problem
 from evalsuite.evaluators.base import EvaluationRequest
 from evalsuite.evaluators.limits import allow_sockets
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
-from evalsuite.ledger import LedgerHead, LedgerRecord
+from evalsuite.ledger import LedgerRecord
 from evalsuite.tasks.base import Row, Task
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
 from evalsuite.wire import SamplingSettings
@@ -68,20 +68,6 @@ def find_form(config: EvalConfig) -> Form:
     if problems:
         raise ConfigError(problems)
     return _FORMS[config.task]
-
-
-def ledger_head(evaluator: str, request: EvaluationRequest, task: Task) -> LedgerHead:
-    """What the answers depend on."""
-    config = request.config
-    return LedgerHead(
-        evaluator=evaluator,
-        profile=task.profile,
-        model=request.served_model,
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-        stop=task.stop,
-    )
 
 
 def _task_name(form: Form) -> str:

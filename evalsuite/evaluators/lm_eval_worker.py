@@ -143,95 +143,99 @@ def describe(error: BaseException, call: _Call, timeout_s: float) -> tuple[str, 
     return "malformed", f"{name}: {error}", False
 
 
-def _model_class() -> type[Any]:
-    """lm-eval's local-completions with every attempt recorded; built here, after its import."""
+class _Recording:
+    """Goes before lm-eval's own class; an attempt too many is an event, not the end of the run."""
+
+    # Set by lm-eval's class from the arguments below.
+    max_retries: int
+    timeout: int
+
+    def __init__(self, job: WorkerJob, events: _Events) -> None:
+        self._key = job.api_key
+        super().__init__(  # type: ignore[call-arg]
+            base_url=job.url,
+            model=job.model,
+            tokenizer_backend=None,
+            tokenized_requests=False,
+            num_concurrent=job.num_concurrent,
+            max_retries=job.max_attempts,
+            max_gen_toks=job.max_tokens,
+            timeout=job.timeout_s,
+            seed=job.seed,
+        )
+        self.events = events
+        self.repeat = 0
+        self.known: dict[str, str] = {}
+        self.doc_ids: dict[str, list[int]] = {}
+        self.attempt_errors: dict[str, list[str]] = {}
+
+    @property
+    def api_key(self) -> str:
+        return self._key
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        prompts = [request.args[0] for request in requests]
+        self.doc_ids, self.attempt_errors = {}, {}
+        for request, prompt in zip(requests, prompts, strict=True):
+            self.doc_ids.setdefault(prompt, []).append(request.doc_id)
+        hashes = [hash_text(prompt) for prompt in prompts]
+        by_doc = {r.doc_id: h for r, h in zip(requests, hashes, strict=True)}
+        self.events.add("prompts", repeat=self.repeat, hash=hash_prompts(prompts), by_doc=by_doc)
+        open_requests = [r for r, h in zip(requests, hashes, strict=True) if h not in self.known]
+        lm_eval_replies = super().generate_until  # type: ignore[misc]
+        fresh = iter(lm_eval_replies(open_requests) if open_requests else [])
+        return [self.known[h] if h in self.known else next(fresh) for h in hashes]
+
+    async def amodel_call(
+        self, session: aiohttp.ClientSession, sem: Any, messages: list[str], **kwargs: Any
+    ) -> list[str]:
+        call = _Call()
+        token = _CALL.set(call)
+        started = time.perf_counter()
+        errors = self.attempt_errors.setdefault(messages[0], [])
+        try:
+            listening = _ListeningSession(session)
+            answers: list[str] = await super().amodel_call(  # type: ignore[misc]
+                listening, sem, messages, **kwargs
+            )
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+            kind, message, is_final = describe(error, call, self.timeout)
+            errors.append(message)
+            if not is_final and len(errors) < self.max_retries:
+                raise
+            self._note(messages[0], "failure", failure=kind, message=message, call=call)
+            # lm-eval would end the run here and lose every answer. It gets a text that the
+            # parent never counts, because the failure is on record.
+            return [""]
+        finally:
+            _CALL.reset(token)
+        latency = time.perf_counter() - started
+        self._note(messages[0], "reply", text=answers[0], call=call, latency_s=latency)
+        return answers
+
+    def _note(self, prompt: str, kind: str, *, call: _Call, **content: object) -> None:
+        choice = asdict(call.choice) if call.choice else {}
+        for name in ("text", "token_ids", "token_logprobs"):
+            choice.pop(name, None)
+        errors = self.attempt_errors[prompt]
+        for doc_id in self.doc_ids[prompt][:1]:
+            self.events.add(
+                kind,
+                index=doc_id,
+                repeat=self.repeat,
+                prompt_hash=hash_text(prompt),
+                status=call.status,
+                retry_errors=errors,
+                **choice,
+                **content,
+            )
+
+
+def _model(job: WorkerJob, events: _Events) -> Any:
+    """lm-eval's local-completions with every attempt recorded; only now is lm-eval imported."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    class RecordingCompletions(LocalCompletionsAPI):  # type: ignore[misc]
-        """Sends as lm-eval does; an attempt too many is an event, not the end of the run."""
-
-        def __init__(self, job: WorkerJob, events: _Events) -> None:
-            self._key = job.api_key
-            super().__init__(
-                base_url=job.url,
-                model=job.model,
-                tokenizer_backend=None,
-                tokenized_requests=False,
-                num_concurrent=job.num_concurrent,
-                max_retries=job.max_attempts,
-                max_gen_toks=job.max_tokens,
-                timeout=job.timeout_s,
-                seed=job.seed,
-            )
-            self.events = events
-            self.repeat = 0
-            self.known: dict[str, str] = {}
-            self.doc_ids: dict[str, list[int]] = {}
-            self.attempt_errors: dict[str, list[str]] = {}
-
-        @property
-        def api_key(self) -> str:
-            return self._key
-
-        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            prompts = [request.args[0] for request in requests]
-            self.doc_ids, self.attempt_errors = {}, {}
-            for request, prompt in zip(requests, prompts, strict=True):
-                self.doc_ids.setdefault(prompt, []).append(request.doc_id)
-            hashes = [hash_text(prompt) for prompt in prompts]
-            by_doc = {r.doc_id: h for r, h in zip(requests, hashes, strict=True)}
-            self.events.add(
-                "prompts", repeat=self.repeat, hash=hash_prompts(prompts), by_doc=by_doc
-            )
-            open_requests = [
-                r for r, h in zip(requests, hashes, strict=True) if h not in self.known
-            ]
-            fresh = iter(super().generate_until(open_requests) if open_requests else [])
-            return [self.known[h] if h in self.known else next(fresh) for h in hashes]
-
-        async def amodel_call(
-            self, session: aiohttp.ClientSession, sem: Any, messages: list[str], **kwargs: Any
-        ) -> list[str]:
-            call = _Call()
-            token = _CALL.set(call)
-            started = time.perf_counter()
-            errors = self.attempt_errors.setdefault(messages[0], [])
-            try:
-                listening = _ListeningSession(session)
-                answers: list[str] = await super().amodel_call(listening, sem, messages, **kwargs)
-            except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-                kind, message, is_final = describe(error, call, self.timeout)
-                errors.append(message)
-                if not is_final and len(errors) < self.max_retries:
-                    raise
-                self._note(messages[0], "failure", failure=kind, message=message, call=call)
-                # lm-eval would end the run here and lose every answer. It gets a text that the
-                # parent never counts, because the failure is on record.
-                return [""]
-            finally:
-                _CALL.reset(token)
-            latency = time.perf_counter() - started
-            self._note(messages[0], "reply", text=answers[0], call=call, latency_s=latency)
-            return answers
-
-        def _note(self, prompt: str, kind: str, *, call: _Call, **content: object) -> None:
-            choice = asdict(call.choice) if call.choice else {}
-            for name in ("text", "token_ids", "token_logprobs"):
-                choice.pop(name, None)
-            errors = self.attempt_errors[prompt]
-            for doc_id in self.doc_ids[prompt][:1]:
-                self.events.add(
-                    kind,
-                    index=doc_id,
-                    repeat=self.repeat,
-                    prompt_hash=hash_text(prompt),
-                    status=call.status,
-                    retry_errors=errors,
-                    **choice,
-                    **content,
-                )
-
-    return RecordingCompletions
+    return type("RecordingCompletions", (_Recording, LocalCompletionsAPI), {})(job, events)
 
 
 def run(job: WorkerJob) -> None:
@@ -240,7 +244,7 @@ def run(job: WorkerJob) -> None:
     from lm_eval.tasks import TaskManager
 
     events = _Events(job.events)
-    model = _model_class()(job, events)
+    model = _model(job, events)
     manager = TaskManager(include_path=job.folder, include_defaults=False)
     for repeat in job.repeats:
         model.repeat = repeat

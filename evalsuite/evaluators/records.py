@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evalsuite.client import Reply, RequestFailure
-from evalsuite.ledger import LedgerRecord, Status
+from evalsuite.evaluators.base import EvaluationRequest
+from evalsuite.ledger import LedgerHead, LedgerRecord, Status
 from evalsuite.tasks.base import Task, score_all
 
 _FAILURE_STATUS: dict[str, Status] = {
@@ -79,4 +80,19 @@ def failed_record(place: Place, failure: RequestFailure) -> LedgerRecord:
         error=failure.message,
         retry_errors=failure.retry_errors,
         prompt_hash=place.prompt_hash,
+    )
+
+
+def ledger_head(evaluator: str, request: EvaluationRequest, task: Task) -> LedgerHead:
+    """What the answers depend on besides the prompts."""
+    config = request.config
+    return LedgerHead(
+        evaluator=evaluator,
+        profile=task.profile,
+        model=request.served_model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        stop=task.stop,
+        is_chat=config.use_chat_completions,
     )

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import eval_helpers
 import pytest
 from eval_helpers import GOLD, by_question, config, evaluate, gold_script, samples
 from fake_server import Action, FakeServer, Request, error
@@ -15,6 +18,7 @@ from evalsuite.evaluators import limits
 from evalsuite.evaluators.aggregate import percentile
 from evalsuite.evaluators.base import Progress
 from evalsuite.ledger import read_ledger
+from evalsuite.tasks.base import DataSource
 
 FAILED = (5, 7, 8, 11, 13, 17)
 
@@ -372,10 +376,64 @@ def test_evaluators_are_found_by_name() -> None:
         evaluators.get("lm_eval")
 
 
-def test_sockets_are_bounded_by_what_the_system_allows() -> None:
-    assert limits.allow_sockets(1) == 1
-    assert limits.allow_sockets(0) == 1
-    assert limits.allow_sockets(10**6) <= limits.MAX_IN_FLIGHT
+def test_sockets_are_bounded_by_what_the_system_allows_and_the_reader_is_told() -> None:
+    assert limits.allow_sockets(1) == (1, ())
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (150, 300))\n"
+        "from evalsuite.evaluators.limits import allow_sockets\n"
+        "print(allow_sockets(100), allow_sockets(1000))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    note = "172 requests in flight in place of 1000: the system allows 300 open files"
+    assert done.stdout.strip() == f"(100, ()) (172, ({note!r},))", done.stderr
+
+
+def test_a_check_before_the_start_finds_what_evaluate_would(tmp_path: Path) -> None:
+    empty = DataSource(data_dir=tmp_path)
+    builtin = evaluators.get("builtin")
+    builtin.check(config(), empty, None)
+    with pytest.raises(ConfigError, match=r"no train\.jsonl"):
+        builtin.check(config(task="gsm8k"), empty, 5)
+    with pytest.raises(ConfigError, match="metric: .*'strict'; did you mean 'strict-match'"):
+        builtin.check(config().model_copy(update={"metric": "strict"}), empty, 5)
+
+
+RUNNER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from eval_helpers import config, evaluate
+evaluate(sys.argv[2], Path(sys.argv[3]), config(num_questions=200, max_concurrency=8))
+"""
+
+
+def test_a_killed_run_goes_on_where_it_was(path: Path) -> None:
+    settings = config(num_questions=200, max_concurrency=8)
+    gold = gold_script(samples(settings))
+    half = threading.Event()
+
+    def script(request: Request) -> Action:
+        if request.number == 100:
+            half.set()
+        return Action(gold(request).texts, delay_s=0.02)
+
+    support = str(Path(eval_helpers.__file__).parent)
+    with FakeServer(script) as server:
+        command = [sys.executable, "-c", RUNNER, support, server.url, str(path)]
+        child = subprocess.Popen(command)
+        assert half.wait(60)
+        child.kill()
+        child.wait(10)
+        recorded = {record.index for record in read_ledger(path)}
+        asked_before = [request.prompts[0] for request in server.requests]
+        result = evaluate(server.url, path, settings)
+    assert (result.accuracy, result.num_answered, result.reused) == (1.0, 200, len(recorded))
+    again = [r.prompts[0] for r in server.requests[len(asked_before) :]]
+    assert len(again) == 200 - len(recorded)
+    # At most what was in flight is asked a second time.
+    assert len(set(asked_before) & set(again)) <= 8
+    assert 80 <= len(recorded) < 200
 
 
 def test_percentiles_are_nearest_rank() -> None:

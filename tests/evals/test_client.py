@@ -214,6 +214,7 @@ MALFORMED = {
     "old error with 200": {"object": "error", "message": "engine is gone"},
     "choice no object": {"choices": ["#### 18"]},
     "choices an object": {"choices": {"0": CHOICE}},
+    "aborted": {"choices": [{**CHOICE, "finish_reason": "abort"}]},
     "two choices": {"choices": [CHOICE, {**CHOICE, "index": 1}]},
     "index of another": {"choices": [{**CHOICE, "index": 3}]},
     "a list": [CHOICE],

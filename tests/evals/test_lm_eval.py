@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,12 @@ from fake_server import Action, FakeServer, Request, error
 from evalsuite import tasks
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError, EvalError
-from evalsuite.evaluators import lm_eval_job
+from evalsuite.evaluators import lm_eval, lm_eval_job
 from evalsuite.evaluators.base import EvalResult, Progress
 from evalsuite.ledger import read_ledger
+from evalsuite.tasks import gsm8k
 from evalsuite.tasks.base import DataSource, Sample, profile_of
+from evalsuite.tasks.readings import PatternReading
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
@@ -120,6 +124,32 @@ def test_all_1319_prompts_and_scores_are_lm_evals(tmp_path: Path, name: str, sho
 @pytest.mark.slow
 def test_minigsm_prompts_and_scores_are_the_scripts(tmp_path: Path) -> None:
     check_equal_to_our_own("minigsm", 5, 1319, tmp_path / "ledger.jsonl")
+
+
+def test_lm_evals_own_score_stands_against_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours are made to read nothing; the child's library still does, and its word is kept."""
+    never = PatternReading(re.compile("never"), 0)
+    monkeypatch.setattr(gsm8k, "READINGS", replace(gsm8k.READINGS, strict=never))
+    path = tmp_path / "ledger.jsonl"
+    settings = lm_eval_config(num_questions=6)
+    known = samples(settings)
+    script = by_question(known, {4: [Action(("#### 987654321",))]})
+    with FakeServer(script) as server:
+        result = evaluate(server.url, path, settings, repeats=2)
+        asked = len(server.requests)
+        again = evaluate(server.url, path, settings, repeats=2)
+    assert result.num_correct["strict-match"] == 5
+    assert result.repeats == 2
+    records = read_ledger(path)
+    assert records[4].scores["strict-match"] == "wrong"
+    assert records[4].extracted["strict-match"] == "987654321"
+    assert records[0].scores["strict-match"] == "correct"
+    # A second line for each record that had to be corrected.
+    assert len(path.read_bytes().splitlines()) == 1 + 2 * 12
+    assert (again.num_correct, again.reused) == (result.num_correct, 12)
+    assert len(server.requests) == asked == 12
 
 
 def lm_eval_config(**keys: object) -> EvalConfig:
@@ -217,6 +247,8 @@ def test_a_child_that_fails_is_an_error_with_its_last_lines(
 def test_what_lm_eval_cannot_do_is_refused_by_key(
     tmp_path: Path, keys: dict[str, object], named: str
 ) -> None:
+    with pytest.raises(ConfigError, match=named):
+        lm_eval.check(lm_eval_config(**keys), DataSource(), None)
     with pytest.raises(ConfigError, match=named):
         evaluate("http://127.0.0.1:9", tmp_path / "l.jsonl", lm_eval_config(**keys))
     assert not (tmp_path / "l.jsonl").exists()
