@@ -26,14 +26,17 @@ def set_keys(text: str, values: Mapping[str, Value]) -> str:
     """
     newline = "\r\n" if "\r\n" in text else "\n"
     lines = text.replace("\r\n", "\n").split("\n")
+    present = yaml.safe_load(text) or {}
     for key, value in values.items():
+        if key in present and _span(lines, key) is None:
+            raise ConfigError(f"{key} is written in a form that cannot be edited; edit it by hand")
         lines = _set(lines, key, value)
     edited = newline.join(lines)
-    before, after = yaml.safe_load(text) or {}, yaml.safe_load(edited)
+    after = yaml.safe_load(edited)
     plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-    if after != {**before, **plain}:
+    if after != {**present, **plain}:
         changed = sorted(
-            key for key in {*before, *after} - {*values} if before.get(key) != after.get(key)
+            key for key in {*present, *after} - {*values} if present.get(key) != after.get(key)
         )
         raise ConfigError(
             f"cannot set {', '.join(values)} without changing {', '.join(changed) or 'the file'}; "

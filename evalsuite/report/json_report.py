@@ -43,7 +43,12 @@ def verdict_from_dict(data: Mapping[str, Any]) -> Verdict:
     fields = dict(data)
     result = fields.pop("result")
     if result is not None:
-        result = {key: value for key, value in result.items() if key != "accuracy"}
+        # JSON knows lists only; `per_question` below is the one mapping that holds them.
+        result = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in result.items()
+            if key != "accuracy"
+        }
         result["per_question"] = {
             int(index): tuple(outcomes) for index, outcomes in result["per_question"].items()
         }

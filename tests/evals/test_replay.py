@@ -1,0 +1,161 @@
+"""Replay: teacher forcing over HTTP, the shift test, near-ties."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from fake_server import Action, FakeServer, Request
+
+from evalsuite.client import RetryPolicy
+from evalsuite.errors import EvalError
+from evalsuite.replay import (
+    ReplayLimits,
+    clipped,
+    compare_logprobs,
+    explain_flip,
+    explain_flips,
+    noise_between,
+)
+from evalsuite.replay_client import ReplayServer, Scored, answer_part, score
+from evalsuite.report import Flip
+from evalsuite.verdict import Status
+
+Logprobs = dict[int, list[float]]
+
+
+def echo_payload(text: str, generated: str = "") -> bytes:
+    """One token a word, the space before it included; -len(word)/10 as its log-probability."""
+    words = [w for w in (text + generated).replace(" ", "| ").split("|") if w]
+    offsets = [sum(map(len, words[:i])) for i in range(len(words))]
+    logprobs = {
+        "tokens": words,
+        "token_logprobs": [None, *[-len(w) / 10 for w in words[1:]]],
+        "text_offset": offsets,
+    }
+    return json.dumps({"choices": [{"index": 0, "text": text, "logprobs": logprobs}]}).encode()
+
+
+def test_score_takes_the_answers_tokens_only() -> None:
+    def script(request: Request) -> Action:
+        assert request.body["echo"] is True
+        assert request.body["logprobs"] == 1
+        return Action(payload=echo_payload(request.prompts[0]))
+
+    with FakeServer(script) as server:
+        found = score(ReplayServer(server.url, "m"), {4: ("a question", " so it is 18")})
+    assert found == {4: Scored((" so", " it", " is", " 18"), (-0.3, -0.3, -0.3, -0.3))}
+
+
+def test_a_server_that_wants_one_token_gets_one_and_it_is_cut_off() -> None:
+    def script(request: Request) -> Action:
+        if request.body["max_tokens"] == 0:
+            return Action(status=400, payload=b'{"error":{"message":"max_tokens must be >= 1"}}')
+        return Action(payload=echo_payload(request.prompts[0], " extra"))
+
+    with FakeServer(script) as server:
+        found = score(ReplayServer(server.url, "m"), {0: ("q", " 18")})
+    assert found[0].tokens == (" 18",)
+
+
+def test_failures_are_errors_after_retries() -> None:
+    policy = RetryPolicy(max_retries=2, base_s=0.001)
+    with FakeServer(lambda _: Action(status=500, payload=b"boom")) as server:
+        with pytest.raises(EvalError, match="HTTP 500: boom"):
+            score(ReplayServer(server.url, "m", retry=policy), {0: ("q", "a")})
+        assert len(server.requests) == 3
+    with (
+        FakeServer(lambda _: Action(("text",))) as server,
+        pytest.raises(EvalError, match="echoed"),
+    ):
+        score(ReplayServer(server.url, "m", retry=policy), {0: ("q", "a")})
+
+
+def test_a_token_across_the_border_is_left_out() -> None:
+    logprobs = {"tokens": ["ab", "cd"], "token_logprobs": [None, -1.0], "text_offset": [0, 2]}
+    payload = json.dumps({"choices": [{"logprobs": logprobs}]}).encode()
+    assert answer_part(payload, 3, 4) == Scored((), ())
+    assert answer_part(payload, 2, 4) == Scored(("cd",), (-1.0,))
+
+
+def answers(rng: np.random.Generator, n: int = 300) -> Logprobs:
+    return {i: list(-rng.exponential(0.2, rng.integers(30, 120))) for i in range(n)}
+
+
+def noisy(base: Logprobs, rng: np.random.Generator, sigma: float, shift: float = 0.0) -> Logprobs:
+    return {i: [x - shift + rng.normal(0, sigma) for x in row] for i, row in base.items()}
+
+
+def test_an_unchanged_build_passes_at_the_stated_rate() -> None:
+    rng = np.random.default_rng(0)
+    limits = ReplayLimits(alpha=0.05, max_mean_shift=0.0)
+    statuses = []
+    for _ in range(60):
+        base = answers(rng, 60)
+        one, two = noisy(base, rng, 0.02), noisy(base, rng, 0.02)
+        statuses.append(compare_logprobs(one, two, limits).status)
+    assert statuses.count(Status.FAIL) <= 9  # 5 % of 60 is 3; 9 is the 99.9 % quantile
+
+
+def test_a_shift_that_flips_nothing_is_seen() -> None:
+    rng = np.random.default_rng(1)
+    base = answers(rng)
+    outcome = compare_logprobs(base, noisy(base, rng, 0.02, shift=0.004), ReplayLimits())
+    assert outcome.status is Status.FAIL
+    assert outcome.mean_shift == pytest.approx(0.004, abs=0.001)
+    allowed = compare_logprobs(
+        base, noisy(base, rng, 0.02, shift=0.004), ReplayLimits(max_mean_shift=0.006)
+    )
+    assert allowed.status is Status.PASS
+
+
+def test_more_noise_without_a_shift_is_seen_against_the_builds_own() -> None:
+    rng = np.random.default_rng(2)
+    base = answers(rng)
+    first, second = noisy(base, rng, 0.01), noisy(base, rng, 0.01)
+    noise = noise_between(first, second)
+    assert np.mean(list(noise.values())) == pytest.approx(0.0141, abs=0.001)
+    fine = compare_logprobs(first, noisy(base, rng, 0.01), ReplayLimits(), noise)
+    assert fine.status is Status.PASS
+    worse = compare_logprobs(first, noisy(base, rng, 0.05), ReplayLimits(), noise)
+    assert worse.status is Status.FAIL
+    assert worse.p_spread is not None
+    assert worse.p_spread < 0.0005 < worse.p_mean
+    unknown = compare_logprobs(first, noisy(base, rng, 0.05), ReplayLimits(max_spread=0.02))
+    assert unknown.status is Status.FAIL
+
+
+def test_one_garbled_question_does_not_decide() -> None:
+    rng = np.random.default_rng(3)
+    base = answers(rng)
+    after = noisy(base, rng, 0.01)
+    after[5] = [x - 20 for x in after[5]]
+    outcome = compare_logprobs(base, after, ReplayLimits())
+    assert outcome.status is Status.PASS
+    assert outcome.largest[0][0] == 5
+
+
+def test_other_tokens_are_an_error() -> None:
+    base: Logprobs = {i: [-1.0, -2.0] for i in range(10)}
+    outcome = compare_logprobs(base, {i: [-1.0] for i in range(10)}, ReplayLimits())
+    assert outcome.status is Status.ERROR
+    assert outcome.num_unaligned == 10
+
+
+def test_clipping_keeps_order_and_centre() -> None:
+    assert clipped([0.0, 1.0, 2.0, 1000.0]) == [0.0, 1.0, 2.0, 9.5]
+    assert clipped([0.0, 0.0, 0.0, 5.0]) == [0.0, 0.0, 0.0, 5.0]
+
+
+def test_flips_are_near_ties_or_real() -> None:
+    flip = Flip(3, "18", True, False, " so 18", " so 17")
+    before = Scored((" so", " 18"), (-0.1, -0.70))
+    near = explain_flip(flip, before, Scored((" so", " 17"), (-0.1, -0.69)))
+    assert near == "near-tie: margin +0.010 nats at token 1 (' 18' -> ' 17')"
+    real = explain_flip(flip, before, Scored((" so", " 17"), (-0.1, -0.01)))
+    assert real.startswith("real: margin +0.690 nats at token 1")
+    longer = explain_flip(flip, before, Scored((" so", " 18", " more"), (-0.1, -0.7, -1.0)))
+    assert longer == "one reply ends where the other goes on"
+    (explained,) = explain_flips([flip], {3: before}, {3: Scored((" no",), (-0.17,))})
+    assert explained.note == "near-tie: margin -0.070 nats at token 0 (' so' -> ' no')"

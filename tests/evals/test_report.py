@@ -1,0 +1,209 @@
+"""Reports: read back by other people's parsers, safe for any text, complete."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from junitparser import Error, Failure, JUnitXml, Skipped
+from rich.console import Console
+from verdict_helpers import make_job, make_record, make_result
+
+from evalsuite.errors import ConfigError, ServerError
+from evalsuite.evidence import BackendEvidence
+from evalsuite.judge import RunContext, judge
+from evalsuite.report import Flip, RunMeta, html, json_report, junit, markdown, write_all
+from evalsuite.report.terminal import print_verdicts
+from evalsuite.verdict import Status, Verdict
+
+HOSTILE = (
+    "</script><script>alert(1)</script>\x00\x1b[31m\ud800\ufffe ]]> & \" ' | "
+    "`````` [red]x[/] {{7*7}}"
+)
+META = RunMeta("run-1", "2026-01-02T03:04:05+00:00", "evalsuite run --config config-cpu.txt")
+
+
+def verdicts() -> list[Verdict]:
+    nothing = BackendEvidence("triton", "TRITON", ignored_switches=("VLLM_OLD",))
+    context = RunContext("abc", "h100", "vllm 0.26", 12.5, 3.0, "evalsuite run --config x.yaml")
+    return [
+        judge(make_job(), make_result(1190, 1319, retries=3), nothing, context=context),
+        judge(make_job(), make_result(900, 1319, num_truncated=40), nothing, context=context),
+        judge(
+            make_job(), None, nothing, context=context,
+            error=ServerError(f"died {HOSTILE}", "cmd", -9, [HOSTILE, "last line"]),
+        ),
+        judge(make_job("no such pool"), None, nothing),
+        Verdict("suite/unsure", Status.INCONCLUSIVE, "too few questions"),
+    ]  # fmt: skip
+
+
+def test_results_json_reads_back(tmp_path: Path) -> None:
+    found = verdicts()
+    found[0] = judge(
+        make_job(), make_result(1, 2, per_question={0: (True, None), 1: (False, True)}),
+        BackendEvidence(),
+    )  # fmt: skip
+    write_all(tmp_path, found, {}, META)
+    assert json_report.read(tmp_path) == found
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["schema"] == "evalsuite.results/1"
+    assert data["exit_code"] == 1
+    assert data["counts"] == {"PASS": 0, "FAIL": 2, "ERROR": 1, "INCONCLUSIVE": 1, "SKIP": 1}
+    assert data["run"]["command"] == META.command
+
+
+def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no results\.json"):
+        json_report.read(tmp_path)
+    (tmp_path / "results.json").write_text('{"schema": "evalsuite.results/9"}')
+    with pytest.raises(ConfigError, match="results/9"):
+        json_report.read(tmp_path)
+
+
+def test_ledger_copy_reads_back(tmp_path: Path) -> None:
+    records = [
+        make_record(1, HOSTILE, token_logprobs=(-0.5,)),
+        make_record(0, None, status="timeout", retries=2, retry_errors=("TimeoutError: a", "b")),
+        make_record(0, "18", repeat=1),
+    ]
+    write_all(tmp_path, [], {"suite/job": records, "suite/none": []}, META)
+    path = tmp_path / "questions" / "suite__job.jsonl"
+    assert json_report.read_questions(path) == [records[1], records[0], records[2]]
+    assert [p.name for p in path.parent.iterdir()] == ["suite__job.jsonl"]
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(ConfigError, match=r"jsonl:4"):
+        json_report.read_questions(path)
+
+
+def test_junit_is_read_by_junitparser(tmp_path: Path) -> None:
+    path = junit.write(tmp_path / "junit.xml", verdicts(), META)
+    suite = next(iter(JUnitXml.fromfile(str(path))))
+    assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (5, 1, 2, 1)
+    cases = list(suite)
+    kinds = [type(case.result[0]) if case.result else None for case in cases]
+    assert kinds == [None, Failure, Error, Skipped, Error]
+    assert cases[0].name == "test_accuracy[suite/job]"
+    assert cases[0].classname == "evalsuite.test_accuracy"
+    case = ET.parse(path).find("testsuite/testcase")
+    assert case is not None
+    properties = {p.get("name"): p.get("value") for p in case.iter("property")}
+    assert properties["retries"] == "3"
+    assert properties["status"] == "PASS"
+    assert properties["backend"] == "TRITON"
+    assert "last line" in cases[2].result[0].text
+    assert "evalsuite run --config x.yaml" in cases[1].result[0].text
+    assert cases[4].result[0].type == "INCONCLUSIVE"
+
+
+def test_junit_has_the_form_pytest_writes(pytester_xml: ET.Element) -> None:
+    ours = ET.fromstring(junit.render(verdicts(), META))
+    for path in (".", "testsuite", "testsuite/testcase"):
+        theirs, own = pytester_xml.find(path), ours.find(path)
+        assert theirs is not None
+        assert own is not None
+        assert theirs.tag == own.tag
+        assert set(theirs.attrib) <= set(own.attrib)
+    tags = {child.tag for case in pytester_xml.iter("testcase") for child in case}
+    assert tags == {"failure", "error", "skipped"}
+    assert {c.tag for case in ours.iter("testcase") for c in case} <= {
+        *tags, "properties", "system-out",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def pytester_xml(tmp_path: Path) -> ET.Element:
+    test = tmp_path / "test_x.py"
+    test.write_text(
+        "import pytest\n"
+        "@pytest.fixture\ndef broken(): raise RuntimeError('start')\n"
+        "def test_fail(): assert 0\n"
+        "def test_error(broken): pass\n"
+        "def test_skip(): pytest.skip('why')\n"
+        "def test_ok(): pass\n"
+    )
+    import subprocess
+    import sys
+
+    out = tmp_path / "out.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    command += [f"--junitxml={out}", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+    return ET.parse(out).getroot()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(), st.binary(max_size=40))
+def test_any_text_is_safe_in_every_format(text: str, raw: bytes) -> None:
+    noisy = text + raw.decode("latin-1") + HOSTILE
+    verdict = Verdict(
+        f"suite/{noisy}", Status.ERROR, noisy, warnings=(noisy,), log_tail=(noisy,),
+        reproduce=noisy, evidence=BackendEvidence(noisy, noisy),
+    )  # fmt: skip
+    root = ET.fromstring(junit.render([verdict], META))
+    assert root.find("testsuite/testcase/error") is not None
+    for page in (
+        markdown.render([verdict], META),
+        html.render([verdict], {verdict.job_id: [make_record(0, noisy, right=False)]}, META),
+    ):
+        page.encode("utf-8")
+        assert "\x00" not in page
+        outside_fences = re.sub(r"(?s)(`{3,})text\n.*?\n\1", "", page)
+        assert "<script>alert" not in outside_fences
+    table_lines = markdown.render([verdict], META).split("\n")[2:5]
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in table_lines] == [11, 11, 11]
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [v or "" for k, v in attrs if k in ("src", "href", "action", "xlink:href")]
+
+
+def test_html_page_is_self_contained_and_complete() -> None:
+    found = verdicts()
+    flip = Flip(7, "18", True, False, "#### 18", f"#### 17 {HOSTILE}", "near-tie: margin 0.02")
+    meta = RunMeta(
+        "run-3", flips={"suite/job": [flip]},
+        history={"suite/job": [("run-1", 0.89), ("run-2", 0.91)]},
+    )  # fmt: skip
+    page = html.render(found, {"suite/job": [make_record(7, "#### 17", right=False)]}, meta)
+    links = _Links()
+    links.feed(page)
+    assert all(link.startswith("#") for link in links.found)
+    assert not {"script", "img", "link", "iframe"} & set(links.tags)
+    assert links.tags.count("svg") >= 3  # intervals, margins, trend
+    for text in ("near-tie: margin 0.02", "last line", "evalsuite run --config x.yaml", "run-2"):
+        assert text in page
+    assert "{{7*7}}" in page
+    assert "url(" not in page
+
+
+def test_markdown_names_what_failed() -> None:
+    text = markdown.render(verdicts(), META)
+    assert text.startswith("## Accuracy: 1 PASS, 1 FAIL, 1 ERROR, 1 INCONCLUSIVE, 1 SKIP")
+    assert "0.6823 (40 cut)" in text
+    assert "### suite/job: FAIL" in text
+    assert "evalsuite run --config x.yaml" in text
+
+
+def test_terminal_prints_literal_text() -> None:
+    stream = io.StringIO()
+    print_verdicts(verdicts(), Console(file=stream, width=160, force_terminal=False))
+    text = stream.getvalue()
+    assert "[red]x[/]" in text
+    assert "\x1b[31m" not in text
+    assert "0.9022" in text
+    assert "suite/unsure: INCONCLUSIVE: too few questions" in text
