@@ -8,6 +8,7 @@ two steps under the profiler).
 
 from __future__ import annotations
 
+import functools
 import http.client
 import importlib.metadata
 import importlib.util
@@ -19,9 +20,11 @@ from typing import Any
 
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.engines.declared import declared_backend, served_model
+from evalsuite.engines.kernels_seen import executed_backend
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.evidence import BackendEvidence
 from evalsuite.jobs import EvalJob
+from evalsuite.launching import api_key_of
 from evalsuite.readiness import get
 
 # A profiled prefill and decode step on every rank.
@@ -93,15 +96,19 @@ class Moeserve:
         expected = job.config.expect_backend
         detail: dict[str, object] = {}
         logged = executed = ""
-        body = _ask(base_url, "/v1/backends", _BACKENDS_TIMEOUT_S, detail)
+        # A server that asks for a key asks here too.
+        api_key = api_key_of(job.config.server_args, job.config.env)
+        ask = functools.partial(_ask, base_url, api_key=api_key, detail=detail)
+        body = ask("/v1/backends", _BACKENDS_TIMEOUT_S)
         if body is not None:
             detail["backends"] = body
             logged = chosen_backend(body)
         if expected is not None and expected.level == "executed":
-            seen = _ask(base_url, "/v1/evidence", _PROFILE_TIMEOUT_S, detail)
+            seen = ask("/v1/evidence", _PROFILE_TIMEOUT_S)
             if seen is not None:
+                plan = body.get("moe") if isinstance(body, dict) else None
+                executed, detail["kernels"] = executed_backend(seen, plan)
                 detail["evidence"] = seen
-                executed = str(seen.get("executed", "")) if isinstance(seen, dict) else ""
         return BackendEvidence(
             declared=declared_backend(job), logged=logged, executed=executed, detail=detail
         )
@@ -123,9 +130,11 @@ def _check_flags(args: tuple[str, ...], env: dict[str, str]) -> None:
         raise ConfigError(Problem("error", message, key="server_args")) from error
 
 
-def _ask(base_url: str, path: str, timeout_s: float, detail: dict[str, object]) -> Any:
+def _ask(
+    base_url: str, path: str, timeout_s: float, *, api_key: str, detail: dict[str, object]
+) -> Any:
     try:
-        status, body = get(base_url, path, timeout_s=timeout_s)
+        status, body = get(base_url, path, timeout_s=timeout_s, api_key=api_key)
         if status == 200:
             return json.loads(body)
         detail[path] = f"answers {status}"

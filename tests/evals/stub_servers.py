@@ -1,7 +1,9 @@
 """Scripted servers that misbehave, run as child processes: `python stub_servers.py [options]`.
 
 Each option is one behaviour; together they cover what real servers do to a launcher. Answers
-come from `--answer`, by default the right one is never known here: "#### 1".
+come from `--answers` (a JSON file, prompt -> text), else from `--answer`. What it was asked is
+counted in `--count-file`, one byte a question, so that tests see what a resumed run asks again.
+Unknown options are ignored, as a stand-in for a real engine's.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--say", default="")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--status", type=int, default=200)
-    return parser.parse_args()
+    parser.add_argument("--answers", default="")
+    parser.add_argument("--count-file", default="")
+    parser.add_argument("--drafts-per-request", type=int, default=0)
+    parser.add_argument("--accepted-per-request", type=int, default=0)
+    parser.add_argument("--failing-rpc", default="")
+    return parser.parse_known_args()[0]
 
 
 def note_pid(path: str) -> None:
@@ -57,14 +64,20 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     opts: argparse.Namespace
     healthy_at = 0.0
+    answers: dict[str, str]
 
     def log_message(self, *_: Any) -> None:
         """Quiet: the log's content is the test's business."""
 
     def reply(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
+        self.send(status, json.dumps(body).encode(), "application/json")
+
+    def reply_text(self, text: str) -> None:
+        self.send(200, text.encode(), "text/plain")
+
+    def send(self, status: int, data: bytes, kind: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -75,14 +88,27 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200 if is_healthy else 503, {})
         elif self.path == "/v1/models":
             self.reply(200, {"object": "list", "data": [{"id": self.opts.model}]})
+        elif self.path == "/metrics" and self.opts.drafts_per_request:
+            drafts = NUM_REQUESTS * self.opts.drafts_per_request
+            accepted = NUM_REQUESTS * self.opts.accepted_per_request
+            self.reply_text(
+                f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}.0\n'
+                f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
+            )
         else:
             self.reply(404, {"error": {"message": "no such route"}})
 
     def do_POST(self) -> None:
         global NUM_REQUESTS
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            self.reply(500 if body["method"] == self.opts.failing_rpc else 200, {"results": []})
+            return
         prompts = body.get("prompt", "")
-        count = len(prompts) if isinstance(prompts, list) else 1
+        prompts = prompts if isinstance(prompts, list) else [prompts]
+        if self.opts.count_file:
+            with LOCK, Path(self.opts.count_file).open("a") as file:
+                file.write("." * len(prompts))
         with LOCK:
             NUM_REQUESTS += 1
             if self.opts.exit_after_requests and self.opts.exit_after_requests < NUM_REQUESTS:
@@ -93,8 +119,13 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(self.opts.status, {"error": {"message": "scripted"}})
             return
         choices = [
-            {"index": i, "text": self.opts.answer, "finish_reason": "stop", "logprobs": None}
-            for i in range(count)
+            {
+                "index": i,
+                "text": self.answers.get(prompt, self.opts.answer),
+                "finish_reason": "stop",
+                "logprobs": None,
+            }
+            for i, prompt in enumerate(prompts)
         ]
         usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
         self.reply(
@@ -139,6 +170,7 @@ def main() -> None:
     if opts.never_listen:
         time.sleep(600)
     Handler.opts = opts
+    Handler.answers = json.loads(Path(opts.answers).read_text()) if opts.answers else {}
     Handler.healthy_at = time.monotonic() + opts.unhealthy_s
     server = Server(("127.0.0.1", opts.port), Handler)
     server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_helpers import is_alive, pids_in, wait_until
 
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.errors import ServerError
@@ -37,26 +38,6 @@ def spec(*options: str, port_args: tuple[str, ...] = PORT_FILE) -> LaunchSpec:
 
 def settings(tmp_path: Path, limit_s: float = 20.0, **more: object) -> StartSettings:
     return StartSettings(tmp_path / "server.log", limit_s, dict(os.environ), **more)  # type: ignore[arg-type]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def pids_in(path: Path) -> list[int]:
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def wait_until(condition: object, limit_s: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

