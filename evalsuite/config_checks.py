@@ -27,8 +27,11 @@ from evalsuite.server_args import (
 )
 from evalsuite.yaml_loader import Document
 
-# Questions in each task's test set; GSM8K: openai/gsm8k, test split.
-TEST_SET_SIZE = {"gsm8k": 1319, "gsm8k_cot": 1319, "minigsm": 1319}
+# Questions in each task's test set; GSM8K: openai/gsm8k, test split; MiniGSM was made
+# as large on purpose.
+TEST_SET_SIZE = dict.fromkeys(
+    ("gsm8k", "gsm8k-border", "gsm8k-lm-eval", "gsm8k_cot", "minigsm"), 1319
+)
 # Public repeat studies put the run-to-run deviation on the same questions at 0.15 to 0.40
 # binomial standard errors; the upper end stands in until a config is calibrated.
 RUN_NOISE_SHARE = 0.4

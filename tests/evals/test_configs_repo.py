@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from evalsuite import names
 from evalsuite.config import EvalConfig, load_config
+from evalsuite.config_checks import TEST_SET_SIZE
 from evalsuite.hardware import load_hardware
 from evalsuite.layout import layout_of
 from evalsuite.lists import list_files, read_list
@@ -153,3 +156,17 @@ def test_the_size_of_every_model_of_ours_is_known() -> None:
         for name in ("config-b200.txt", "config-h100.txt", "config-rocm.txt"):
             for config in listed(suite, name).values():
                 assert config.model_name in MODEL_SIZES
+
+
+def test_the_reference_names_every_key_engine_and_task() -> None:
+    text = (REPOSITORY / "docs/config.md").read_text()
+    keys = re.findall(r"^\| `(\w+)` \|", text.partition("## server_args")[0], re.MULTILINE)
+    assert sorted(keys) == sorted(EvalConfig.model_fields)
+    for kind in ("engine", "task", "evaluator"):
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{kind}` |"))
+        words = row.split("|")[2].replace(" ", "").split(",")
+        assert sorted(words) == sorted(names.known(kind))
+
+
+def test_every_task_has_a_known_size() -> None:
+    assert set(TEST_SET_SIZE) == set(names.known("task"))
