@@ -158,10 +158,9 @@ def test_a_time_out_names_its_type_and_limit_and_is_not_repeated() -> None:
 
 
 def test_time_spent_in_the_queue_is_not_the_requests_own() -> None:
-    """Four requests of 0.2 s one after the other, each within its 0.5 s."""
-    settings = ClientSettings("", SAMPLING)
-    with FakeServer(lambda request: Action(("18",), delay_s=0.2)) as server:
-        settings = ClientSettings(server.url, SAMPLING, 0.5, FAST)
+    """Four requests of 0.3 s one after the other, each within its second."""
+    with FakeServer(lambda request: Action(("18",), delay_s=0.3)) as server:
+        settings = ClientSettings(server.url, SAMPLING, 1.0, FAST)
 
         async def run() -> list[tuple[Reply, ...] | RequestFailure]:
             gate = asyncio.Semaphore(1)
