@@ -11,7 +11,7 @@ import itertools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,6 @@ def make_inputs(
 ) -> Inputs:
     """Fresh tokens and uniform random routing, `sets` of them."""
     w13, w2 = weights
-    like = {"device": "cuda", "dtype": w13.dtype}
     ids, router_weights, buckets = [], [], []
     for _ in range(sets):
         logits = torch.randn(T, shape.E, device="cuda")
@@ -67,15 +66,15 @@ def make_inputs(
         router.fill_buckets(ids[-1], counts, slots, num_experts=shape.E)
         buckets.append((counts, slots))
     return Inputs(
-        x=[torch.randn(T, shape.H, **like) for _ in range(sets)],
+        x=[torch.randn(T, shape.H, device="cuda", dtype=w13.dtype) for _ in range(sets)],
         w13=w13,
         w2=w2,
         ids=ids,
         weights=router_weights,
         buckets=buckets,
-        act=torch.randn(T * shape.K, shape.I, **like),
-        out_slots=torch.empty(T * shape.K, shape.H, **like),
-        out=torch.empty(T, shape.H, **like),
+        act=torch.randn(T * shape.K, shape.I, device="cuda", dtype=w13.dtype),
+        out_slots=torch.empty(T * shape.K, shape.H, device="cuda", dtype=w13.dtype),
+        out=torch.empty(T, shape.H, device="cuda", dtype=w13.dtype),
     )
 
 
@@ -87,49 +86,49 @@ def num_sets(shape: LayerShape, T: int) -> int:
 
 def gate_up_candidates(rows: float) -> list[Tile]:
     """Tiles of the first GEMM worth trying where an expert gets `rows` rows on average."""
-    tiles: list[Tile] = []
-    if rows <= 24:
-        grid = itertools.product((16,), (32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4))
-        tiles += [Tile(m, n, k, w, s) for m, n, k, w, s in grid]
-    if 8 < rows <= 96:
-        grid = itertools.product((32,), (64, 128), (64, 128), (4, 8), (2, 3, 4))
-        tiles += [Tile(m, n, k, w, s) for m, n, k, w, s in grid]
-    if 24 < rows <= 256:
-        grid = itertools.product((64,), (64, 128), (64, 128), (4, 8), (2, 3, 4))
-        tiles += [Tile(m, n, k, w, s, group_m=2) for m, n, k, w, s in grid]
-    if rows > 64:
-        grid = itertools.product((128,), (64, 128), (64,), (4, 8), (3, 4), (2, 8))
-        tiles += [Tile(m, n, k, w, s, group_m=g) for m, n, k, w, s, g in grid]
-    return [tile for tile in _variants(tiles) if _fits(tile, 2)]
+    return _candidates(rows, num_weight_tiles=2, widths=(32, 64, 128))
 
 
 def down_candidates(rows: float) -> list[Tile]:
     """The same for the second GEMM, which holds one accumulator and may be wider."""
-    tiles: list[Tile] = []
-    if rows <= 24:
-        grid = itertools.product((16,), (32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4))
-        tiles += [Tile(m, n, k, w, s) for m, n, k, w, s in grid]
-    if 8 < rows <= 96:
-        grid = itertools.product((32,), (64, 128, 256), (64, 128), (4, 8), (2, 3, 4))
-        tiles += [Tile(m, n, k, w, s) for m, n, k, w, s in grid]
-    if 24 < rows <= 256:
-        grid = itertools.product((64,), (128, 256), (64, 128), (4, 8), (2, 3, 4))
-        tiles += [Tile(m, n, k, w, s, group_m=2) for m, n, k, w, s in grid]
-    if rows > 64:
-        grid = itertools.product((128,), (128, 256), (64,), (4, 8), (3, 4), (2, 8))
-        tiles += [Tile(m, n, k, w, s, group_m=g) for m, n, k, w, s, g in grid]
-    return [tile for tile in _variants(tiles) if _fits(tile, 1)]
+    return _candidates(rows, num_weight_tiles=1, widths=(32, 64, 128, 256))
 
 
-def _variants(tiles: list[Tile]) -> list[Tile]:
-    """Swapped forms where the weights can fill the M side, TMA and persistence for large tiles."""
-    out = list(tiles)
-    for tile in tiles:
-        if tile.block_m <= 64 and tile.block_n >= 64 and tile.num_stages >= 3:
-            out.append(replace(tile, is_swapped=True))
-        if tile.block_m == 128 and tile.num_warps == 8:
-            out.append(replace(tile, uses_tma=True))
-            out.append(replace(tile, uses_tma=True, is_persistent=True))
+def _candidates(rows: float, num_weight_tiles: int, widths: tuple[int, ...]) -> list[Tile]:
+    """Row blocks near the average count, every width and depth that fits, and their variants."""
+    blocks = [
+        (m, group)
+        for m, group, low, high in (
+            (16, 1, 0, 24),
+            (32, 1, 8, 96),
+            (64, 2, 20, math.inf),
+            (128, 4, 50, math.inf),
+        )
+        if low <= rows <= high
+    ]  # fmt: skip
+    tiles = []
+    for (m, group), n, k, warps, stages in itertools.product(
+        blocks, widths, (64, 128, 256), (4, 8), (2, 3, 4, 5)
+    ):
+        # Large row blocks want depth 64, small ones are bound by bytes in flight.
+        if (m >= 64 and k == 256) or (m == 128 and (k != 64 or n < 64 or stages == 2)):
+            continue
+        tiles += _variants(Tile(m, n, k, warps, stages, group_m=group))
+    return [tile for tile in dict.fromkeys(tiles) if _fits(tile, num_weight_tiles)]
+
+
+def _variants(tile: Tile) -> list[Tile]:
+    """Swapped operands, short last blocks, descriptors and persistence, where they can pay."""
+    out = [tile]
+    if tile.block_m <= 64 and tile.block_n >= 64 and tile.num_stages >= 3:
+        out.append(replace(tile, is_swapped=True))
+    if tile.block_m >= 32 and tile.block_n >= 64 and tile.num_stages >= 3:
+        tails = {32: (16,), 64: (16, 32), 128: (32, 64)}[tile.block_m]
+        out += [replace(t, tail_m=tail) for t in list(out) for tail in tails]
+        out += [replace(t, uses_tma=True) for t in list(out)]
+    if tile.block_m == 128 and tile.num_warps == 8:
+        out += [replace(t, is_persistent=True) for t in list(out)]
+        out += [replace(t, group_m=8) for t in list(out) if t.uses_tma]
     return out
 
 
@@ -143,8 +142,8 @@ def _fits(tile: Tile, num_weight_tiles: int) -> bool:
 
 def gemv_candidates() -> list[GemvTile]:
     """Tiles of the gemv path."""
-    grid = itertools.product((4, 8, 16), (128, 256, 512), (2, 4, 8), (1, 3))
-    return [GemvTile(n, k, w, s) for n, k, w, s in grid if 8 <= n * k / (32 * w) <= 64]
+    grid = itertools.product((1, 2, 4, 8, 16), (128, 256, 512), (1, 2, 4, 8), (1, 2, 3, 4))
+    return [GemvTile(n, k, w, s) for n, k, w, s in grid if 4 <= n * k / (32 * w) <= 64]
 
 
 def run_candidate(
@@ -216,7 +215,7 @@ def _calls(
 
 
 def _best(
-    which: str, tiles: list[Tile] | list[GemvTile], shape: LayerShape, data: Inputs
+    which: str, tiles: Sequence[Tile | GemvTile], shape: LayerShape, data: Inputs
 ) -> tuple[Tile | GemvTile, float]:
     """Time all quickly, then the best five by graph replays."""
     quick = sorted(

@@ -12,6 +12,7 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from moeserve.triton_kernels.gemv import GemvTile
 from moeserve.triton_kernels.grouped_gemm import Tile
@@ -102,9 +103,9 @@ def _tiles_to(tiles: LayerTiles) -> dict[str, object]:
     return {"gate_up": asdict(tiles.gate_up), "down": asdict(tiles.down)}
 
 
-def _tiles_from(entry: dict[str, dict[str, int]]) -> LayerTiles:
+def _tiles_from(entry: dict[str, dict[str, Any]]) -> LayerTiles:
     return LayerTiles(_tile_from(entry["gate_up"]), _tile_from(entry["down"]))
 
 
-def _tile_from(fields: dict[str, int]) -> Tile | GemvTile:
+def _tile_from(fields: dict[str, Any]) -> Tile | GemvTile:
     return Tile(**fields) if "block_m" in fields else GemvTile(**fields)

@@ -86,34 +86,37 @@ def moe_gate_up_gemv_kernel(
 def moe_down_gemv_kernel(
     act_ptr, w2_ptr, out_ptr, ids_ptr, map_ptr, weights_ptr,
     stride_out, first_expert, num_local, num_experts, H, I,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """One token's BN columns of out [T, H], summed over its slots."""
+    """One token's BN columns of out [T, H]: all its slots side by side, so their loads overlap."""
     token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros([BN, BK], tl.float32)
-    for k in range(K):
-        slot = token * K + k
-        local = _local_expert(ids_ptr, map_ptr, slot, first_expert, num_local, num_experts, HAS_MAP)
-        if local >= 0:
-            base = w2_ptr + (local.to(tl.int64) * H + n[:, None]) * I
-            acc = tl.zeros([BN, BK], tl.float32)
-            for i in tl.range(0, I, BK, num_stages=STAGES):
-                ii = i + tl.arange(0, BK)
-                if EVEN:
-                    a = tl.load(act_ptr + slot * I + ii)
-                    w = tl.load(base + ii[None, :])
-                else:
-                    a = tl.load(act_ptr + slot * I + ii, mask=ii < I, other=0.0)
-                    is_in = (n[:, None] < H) & (ii[None, :] < I)
-                    w = tl.load(base + ii[None, :], mask=is_in, other=0.0)
-                acc += w.to(tl.float32) * a.to(tl.float32)[None, :]
-            if HAS_WEIGHT:
-                acc *= tl.load(weights_ptr + slot)
-            total += acc
-    out = tl.sum(total, 1)
-    tl.store(out_ptr + token * stride_out + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
+    line = tl.arange(0, BLOCK_K * BN)
+    k = line // BN
+    n = tl.program_id(0) * BN + line % BN
+    slot = token * K + k
+    expert = tl.load(ids_ptr + slot, mask=k < K, other=-1).to(tl.int32)
+    is_known = (expert >= 0) & (expert < num_experts)
+    if HAS_MAP:
+        local = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int32)
+    else:
+        local = tl.where(is_known, expert - first_expert, -1)
+    is_here = (local >= 0) & (local < num_local) & (n < H)
+    local = tl.where(is_here, local, 0)
+    w_row = w2_ptr + (local.to(tl.int64) * H + tl.where(n < H, n, 0))[:, None] * I
+    a_row = act_ptr + tl.where(is_here, slot, 0)[:, None] * I
+    acc = tl.zeros([BLOCK_K * BN, BK], tl.float32)
+    for i in tl.range(0, I, BK, num_stages=STAGES):
+        ii = (i + tl.arange(0, BK))[None, :]
+        is_in = is_here[:, None] if EVEN else is_here[:, None] & (ii < I)
+        a = tl.load(a_row + ii, mask=is_in, other=0.0).to(tl.float32)
+        acc += tl.load(w_row + ii, mask=is_in, other=0.0).to(tl.float32) * a
+    value = tl.sum(acc, 1)
+    if HAS_WEIGHT:
+        value *= tl.load(weights_ptr + slot, mask=k < K, other=0.0)
+    out = tl.sum(tl.reshape(value, [BLOCK_K, BN]), 0)
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    tl.store(out_ptr + token * stride_out + col, out.to(out_ptr.dtype.element_ty), mask=col < H)
 
 
 def gate_up_gemv(
@@ -147,8 +150,9 @@ def down_gemv(
         act, w2, out, topk_ids, expert_map if expert_map is not None else topk_ids,
         weights if weights is not None else act,
         out.stride(0), first_expert, w2.shape[0], num_experts, H, I,
-        K=topk_ids.shape[1], BN=tile.block_n, BK=tile.block_k, STAGES=tile.num_stages,
-        EVEN=H % tile.block_n == 0 and I % tile.block_k == 0,
+        K=topk_ids.shape[1], BLOCK_K=triton.next_power_of_2(topk_ids.shape[1]),
+        BN=tile.block_n, BK=tile.block_k, STAGES=tile.num_stages,
+        EVEN=I % tile.block_k == 0,
         HAS_MAP=expert_map is not None, HAS_WEIGHT=weights is not None,
         num_warps=tile.num_warps,
     )  # fmt: skip

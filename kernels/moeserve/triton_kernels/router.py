@@ -11,11 +11,14 @@ keys and removes a winner by mask, so K ids of a row are distinct whatever the r
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from moeserve.moe.spec import RoutingSpec
+if TYPE_CHECKING:  # device code depends on nothing of `moe/` when it runs
+    from moeserve.moe.spec import RoutingSpec
 
 # Keys: padding lanes and lanes already taken are below every real value, -inf included.
 _TAKEN = tl.constexpr(-(2**31))
@@ -116,11 +119,13 @@ def moe_router_kernel(
     choice = x
     if HAS_BIAS:
         bias = tl.load(bias_ptr + lane, mask=is_lane, other=0.0).to(tl.float32)
-        choice = tl.where(x == float("-inf"), float("-inf"), score + bias)
+        choice = score + bias
+    # Finite, so that sums over a group stay comparable.
+    choice = tl.where(x == float("-inf"), -_FLOAT_MAX, choice)
+    choice = tl.where(is_lane, choice, float("-inf"))
     key = tl.where(is_lane, _ordered_key(choice), _TAKEN)
     if G > 1:
-        group_score = choice if HAS_BIAS else score
-        key = tl.where(_group_mask(group_score, lane, E, G, KEPT, HAS_BIAS), key, _TAKEN)
+        key = tl.where(_group_mask(choice, lane, E, G, KEPT, HAS_BIAS), key, _TAKEN)
 
     slot = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.zeros([ROWS, BLOCK_K], tl.int32)
@@ -213,7 +218,9 @@ def route(
     weights, ids = out
     if T == 0:
         return weights, ids
-    rows = 4 if T >= 512 else 1
+    block_e = max(32, triton.next_power_of_2(E))
+    # One warp a row either way; four rows a program pay where rows are short and aligned (H200).
+    rows = 4 if T >= 128 and block_e <= 128 and E % 16 == 0 else 1
     counts, slots = buckets if buckets is not None else (ids, ids)
     moe_router_kernel[(triton.cdiv(T, rows),)](
         logits,
@@ -230,11 +237,11 @@ def route(
         routing.scaling_factor,
         E=E,
         K=K,
-        BLOCK_E=max(32, triton.next_power_of_2(E)),
+        BLOCK_E=block_e,
         BLOCK_K=triton.next_power_of_2(K),
         ROWS=rows,
         IS_SIGMOID=routing.scoring == "sigmoid",
-        IS_RENORMALIZED=routing.is_renormalized,
+        IS_RENORMALIZED=routing.is_renormalized and not routing.weight_on_input,
         HAS_BIAS=routing.has_bias,
         G=routing.num_groups,
         KEPT=routing.top_k_groups,
@@ -258,12 +265,13 @@ def fill_buckets(
 
     Args:
         topk_ids: [T, K] int32 or int64, contiguous; -1 belongs to nobody.
-        counts: [E_loc] int32, zero on entry; on return the number of slots of each expert.
+        counts: [E_loc] int32, overwritten with the number of slots of each expert.
         slots: [E_loc, at least T * K] int32; the first `counts[e]` of row e are filled.
         num_experts: E, global.
         first_expert: Global id of the first local expert, where there is no map.
         expert_map: [E] int32, global id -> local id or -1.
     """
+    counts.zero_()
     num_slots = topk_ids.numel()
     if num_slots == 0:
         return
