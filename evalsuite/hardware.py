@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
+from evalsuite.ci.templates import providers
 from evalsuite.config_faults import describe
 from evalsuite.config_types import Strict, between
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.yaml_loader import Document, load_document
 
 FILE_NAME = "hardware.yaml"
-PROVIDERS = ("buildkite", "github")
 # No dash: list names are split at dashes to find the pool.
 _POOL_NAME = re.compile(r"[a-z0-9_]+")
 
@@ -52,9 +52,10 @@ class Pool:
 
 
 def _known_providers(ci: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    known = providers()
     for provider in ci:
-        if provider not in PROVIDERS:
-            raise ValueError(f"{provider!r} is no CI provider; known: {', '.join(PROVIDERS)}")
+        if provider not in known:
+            raise ValueError(f"{provider!r} is no CI provider; known: {', '.join(known)}")
     return ci
 
 

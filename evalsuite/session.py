@@ -216,6 +216,9 @@ def interrupt_on_sigterm() -> None:
     """Let TERM end a run the way Ctrl-C does: servers stopped, reports written."""
 
     def raise_interrupt(signum: int, frame: object) -> None:
+        # CI systems signal a whole group, and `timeout` passes it on once more: the second one
+        # must not interrupt the clean-up that the first began.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, raise_interrupt)
