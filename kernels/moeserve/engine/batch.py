@@ -58,9 +58,11 @@ def host_batch(plan: StepPlan, block_table: Array, page_size: int) -> HostBatch:
     starts = [s.num_computed for s in decodes]
     token_ids = [s.tokens[-1] for s in decodes]
     counts = [1] * len(decodes)
+    ids = [s.admission for s in decodes]
     for seq, count in prefills:
         starts.append(seq.num_computed)
         counts.append(count)
+        ids.append(seq.admission)
         token_ids += seq.tokens[seq.num_computed : seq.num_computed + count]
     start = np.array(starts, dtype=np.int64)
     count_array = np.array(counts, dtype=np.int64)
@@ -80,6 +82,7 @@ def host_batch(plan: StepPlan, block_table: Array, page_size: int) -> HostBatch:
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=start + count_array,
         block_table=block_table[rows],
+        seq_ids=np.array(ids, dtype=np.int64),
         num_decodes=len(decodes),
         page_size=page_size,
     )

@@ -81,6 +81,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_admissions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         max_pages = -(-limits.max_model_len // pool.page_size)
@@ -216,6 +217,8 @@ class Scheduler:
         self.pool.share(shared)
         seq.pages = shared + self.pool.allocate(wanted)
         seq.row = self._free_rows.pop()
+        seq.admission = self._num_admissions
+        self._num_admissions += 1
         self.block_table[seq.row, : len(seq.pages)] = seq.pages
         seq.num_computed = len(shared) * page_size
         seq.num_published = len(shared)

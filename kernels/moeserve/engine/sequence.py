@@ -25,6 +25,7 @@ class Sequence:
         keys: Content keys of the leading full pages.
         num_published: Leading pages already offered to the cache.
         row: Row of the block table while running, -1 otherwise.
+        admission: Number of its last admission, unique over all sequences.
         arrival: Order of arrival, the tie-break of priority.
         num_cached: Prompt tokens that came from the prefix cache at first admission.
         seed: Of the random stream.
@@ -36,6 +37,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "admission",
         "arrival",
         "counts",
         "is_greedy",
@@ -68,6 +70,7 @@ class Sequence:
         self.keys: list[bytes] = []
         self.num_published = 0
         self.row = -1
+        self.admission = -1
         self.arrival = arrival
         self.num_cached = -1
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed

@@ -51,6 +51,7 @@ class HostBatch:
         cu_seqlens_q: [B + 1] int64, first row of each sequence.
         seq_lens: [B] int64, tokens of each sequence once the step has run.
         block_table: [B, P] int32, unused entries 0.
+        seq_ids: [B] int64, which sequence; another one each time it is admitted.
         num_decodes: Leading sequences with one token.
         page_size: Tokens a page.
     """
@@ -61,6 +62,7 @@ class HostBatch:
     cu_seqlens_q: Array
     seq_lens: Array
     block_table: Array
+    seq_ids: Array
     num_decodes: int
     page_size: int
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.layers.attention import Array, AttentionShape, HostBatch
+from moeserve.layers.decode_rows import DecodeRows, RowPlan, lazy_zeros
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
@@ -47,11 +48,13 @@ class DecodePlan:
 
     Attributes:
         shared: Leading pages that all of them have in common; no slots if none.
+        rows: Where the rest of each lies as a dense row; None where it is read from pages.
         rest: The other pages of each, B times the same number, padded with page 0.
-        mask: [B, 1, L_rest], 0 or -inf; None where nothing is padding.
+        mask: [B, 1, 1, L_rest], 0 or -inf; None where nothing is padding.
     """
 
     shared: PageRun
+    rows: RowPlan | None
     rest: PageRun
     mask: Tensor | None
 
@@ -108,6 +111,7 @@ class TorchPagedAttention:
         self.shape = shape
         self.page_size = page_size
         self.scale = shape.head_dim**-0.5
+        self.rows = DecodeRows(shape, page_size)
         self._workspace = torch.empty(0, dtype=shape.dtype)
 
     def page_bytes(self) -> int:
@@ -119,15 +123,15 @@ class TorchPagedAttention:
         """A zeroed cache [2 * num_kv_heads, num_pages * page_size, head_dim]."""
         shape = self.shape
         slots = num_pages * self.page_size
-        size = 2 * shape.num_kv_heads * slots * shape.head_dim
-        # numpy's zeros are not touched until they are used, so a large cache costs no start-up.
-        raw = torch.from_numpy(np.zeros(size * shape.dtype.itemsize, dtype=np.uint8))
-        return raw.view(shape.dtype).view(2 * shape.num_kv_heads, slots, shape.head_dim)
+        self.rows.num_layers += 1
+        self.rows.max_bytes += num_pages * self.page_bytes()
+        return lazy_zeros((2 * shape.num_kv_heads, slots, shape.head_dim), shape.dtype)
 
     def clear(self, cache: Tensor, pages: list[int]) -> None:
         """Zero pages that hold bad values."""
         by_page = cache.view(cache.shape[0], -1, self.page_size, self.shape.head_dim)
-        by_page.index_fill_(1, torch.tensor(pages), 0.0)
+        by_page.index_fill_(1, torch.tensor(pages, dtype=torch.int64), 0.0)
+        self.rows.clear()
 
     def plan(self, host: HostBatch) -> TorchPlan:
         """Arrange a step's pages."""
@@ -145,18 +149,24 @@ class TorchPagedAttention:
         num_shared = _num_shared_pages(table, int(lengths.min() - 1) // page_size)
         if num_shared * page_size * (num_seqs - 1) < _MIN_SHARED_READS:
             num_shared = 0
+        rows = None
+        if num_seqs == 1:
+            # Its pages are mostly consecutive and then read in place.
+            self.rows.forget()
+        else:
+            num_shared = self.rows.shared_pages(num_shared)
+            rows = self.rows.plan(host, num_shared)
+        rest = _page_run(table[:, num_shared:].reshape(-1), page_size)
+        width = rows.num_columns if rows else (num_pages - num_shared) * page_size
         rest_lengths = lengths - num_shared * page_size
-        width = (num_pages - num_shared) * page_size
         mask = None
         if int(rest_lengths.min()) < width:
+            if rows is not None and rows.order is not None:
+                rest_lengths = rest_lengths[rows.order.numpy()]
             is_padding = np.arange(width) >= rest_lengths[:, None]
             numbers = np.where(is_padding, np.float32("-inf"), np.float32(0))
-            mask = torch.from_numpy(numbers).to(self.shape.dtype).unsqueeze(1)
-        return DecodePlan(
-            shared=_page_run(table[0, :num_shared], page_size),
-            rest=_page_run(table[:, num_shared:].reshape(-1), page_size),
-            mask=mask,
-        )
+            mask = torch.from_numpy(numbers).to(self.shape.dtype).view(num_seqs, 1, 1, width)
+        return DecodePlan(_page_run(table[0, :num_shared], page_size), rows, rest, mask)
 
     def _plan_prefill(self, host: HostBatch, index: int) -> PrefillPlan:
         start, stop = int(host.cu_seqlens_q[index]), int(host.cu_seqlens_q[index + 1])
@@ -173,19 +183,19 @@ class TorchPagedAttention:
         plan = batch.attention
         assert isinstance(plan, TorchPlan)
         cache.index_copy_(1, batch.slot_mapping, kv.transpose(0, 1))
-        num_decodes = batch.num_decodes
+        count = batch.num_decodes
         if plan.decode is not None and not plan.prefills:
-            return self._decode(q, cache, plan.decode)
+            return self._decode(q, kv, cache, plan.decode)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if plan.decode is not None:
-            out[:num_decodes] = self._decode(q[:num_decodes], cache, plan.decode)
+            out[:count] = self._decode(q[:count], kv[:count], cache, plan.decode)
         for chunk in plan.prefills:
             rows = slice(chunk.start, chunk.stop)
             out[rows] = self._prefill(q[rows], cache, chunk)
         return out
 
     def _read(self, cache: Tensor, run: PageRun) -> Tensor:
-        """Keys and values [2 * num_kv_heads, slots, head_dim] of the pages of a run."""
+        """Keys and values [2 * num_kv_heads, slots, head_dim] of a run; valid to the next call."""
         if run.pages is None:
             return cache[:, run.first_slot : run.first_slot + run.num_slots]
         heads, _, head_dim = cache.shape
@@ -197,46 +207,49 @@ class TorchPagedAttention:
         torch.index_select(cache.view(heads, -1, self.page_size * head_dim), 1, run.pages, out=out)
         return out.view(heads, run.num_slots, head_dim)
 
-    def _decode(self, q: Tensor, cache: Tensor, plan: DecodePlan) -> Tensor:
+    def _decode(self, q: Tensor, kv: Tensor, cache: Tensor, plan: DecodePlan) -> Tensor:
         """One token of each of B sequences: q [B, num_heads, D] -> [B, num_heads * D]."""
         B, num_heads, D = q.shape
         kv_heads = self.shape.num_kv_heads
-        group = num_heads // kv_heads
-        # [kv_heads, B, group, D]: queries of the same key head side by side.
-        grouped = (q * self.scale).view(B, kv_heads, group, D).transpose(0, 1)
-        rest = self._read(cache, plan.rest)
-        keys = rest[:kv_heads].reshape(kv_heads * B, -1, D)
-        values = rest[kv_heads:].reshape(kv_heads * B, -1, D)
-        queries = grouped.reshape(kv_heads * B, group, D)
+        order = None
+        if plan.rows is not None:
+            keys, values = self.rows.update(kv, cache, plan.rows)
+            order = plan.rows.order
+        else:
+            rest = self._read(cache, plan.rest).view(2, kv_heads, B, -1, D).transpose(1, 2)
+            keys, values = rest.reshape(2, B * kv_heads, -1, D).unbind(0)
+        queries = q * self.scale
+        if order is not None:
+            queries = queries.index_select(0, order)
+        # [B * kv_heads, group, D]: the query heads that share a key head are one product.
+        queries = queries.view(B * kv_heads, -1, D)
         scores = torch.bmm(queries, keys.transpose(1, 2))
         if plan.mask is not None:
-            scores.view(kv_heads, B, group, -1).add_(plan.mask)
-        if not plan.shared.num_slots:
-            out = torch.bmm(scores.softmax(-1), values)
+            scores.view(B, kv_heads, -1, scores.shape[2]).add_(plan.mask)
+        if plan.shared.num_slots:
+            out = self._with_shared(scores, values, queries, self._read(cache, plan.shared))
         else:
-            out = self._with_shared(scores, values, queries, self._read_shared(cache, plan))
-        return out.view(kv_heads, B, group * D).transpose(0, 1).reshape(B, num_heads * D)
-
-    def _read_shared(self, cache: Tensor, plan: DecodePlan) -> Tensor:
-        run = plan.shared
-        if run.pages is None:
-            return self._read(cache, run)
-        heads, _, head_dim = cache.shape
-        by_page = cache.view(heads, -1, self.page_size * head_dim)
-        return by_page.index_select(1, run.pages).view(heads, run.num_slots, head_dim)
+            out = torch.bmm(scores.softmax(-1), values)
+        out = out.view(B, num_heads * D)
+        if order is not None and plan.rows is not None:
+            out = out.index_select(0, plan.rows.rows)
+        return out
 
     def _with_shared(
         self, scores: Tensor, values: Tensor, queries: Tensor, shared: Tensor
     ) -> Tensor:
         """One softmax over the shared prefix and each sequence's own part."""
         kv_heads, num_slots, D = self.shape.num_kv_heads, shared.shape[1], shared.shape[2]
-        by_head = queries.view(kv_heads, -1, D)
-        prefix_scores = torch.bmm(by_head, shared[:kv_heads].transpose(1, 2))
-        both = torch.cat((prefix_scores.view(scores.shape[0], -1, num_slots), scores), dim=-1)
-        weights = both.softmax(-1)
-        own = torch.bmm(weights[..., num_slots:], values)
-        prefix_weights = weights[..., :num_slots].reshape(kv_heads, -1, num_slots)
-        return own + torch.bmm(prefix_weights, shared[kv_heads:]).view(own.shape)
+        group = queries.shape[1]
+        by_head = queries.view(-1, kv_heads, group, D).transpose(0, 1).reshape(kv_heads, -1, D)
+        prefix = torch.bmm(by_head, shared[:kv_heads].transpose(1, 2))
+        prefix = prefix.view(kv_heads, -1, group, num_slots).transpose(0, 1)
+        own = scores.view(-1, kv_heads, group, scores.shape[2])
+        weights = torch.cat((prefix, own), dim=-1).softmax(-1)
+        by_head = weights[..., :num_slots].transpose(0, 1).reshape(kv_heads, -1, num_slots)
+        out = torch.bmm(by_head, shared[kv_heads:]).view(kv_heads, -1, group, D).transpose(0, 1)
+        own_weights = weights.view(-1, group, weights.shape[3])[..., num_slots:]
+        return out.reshape(-1, group, D) + torch.bmm(own_weights, values)
 
     def _prefill(self, q: Tensor, cache: Tensor, chunk: PrefillPlan) -> Tensor:
         """A prompt chunk: q [rows, num_heads, D] -> [rows, num_heads * D]."""
