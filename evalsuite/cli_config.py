@@ -75,9 +75,14 @@ def validate(
         name: sum(problem.severity == name for problem in result.problems)
         for name in ("error", "warning", "note")
     }
-    found = ", ".join(f"{number} {name}s" for name, number in counts.items())
-    print(f"{len(result.configs)} configs in {len(result.lists)} lists: {found}")
+    found = ", ".join(_count(number, name) for name, number in counts.items())
+    read = f"{_count(len(result.configs), 'config')} in {_count(len(result.lists), 'list')}"
+    print(f"{read}: {found}")
     return EXIT_USAGE if result.has_errors else EXIT_OK
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "s")
 
 
 def _root_for(paths: Sequence[str], root: str | None) -> Path:
@@ -142,7 +147,7 @@ def list_jobs(
         return EXIT_USAGE
     for name, jobs in jobs_of.items():
         pools = sorted({job.pool.name if job.pool else "no pool" for job in jobs})
-        print(f"{name} ({', '.join(pools)}, {len(jobs)} jobs)")
+        print(f"{name} ({', '.join(pools)}, {_count(len(jobs), 'job')})")
         _print_table([_row(job) for job in jobs])
     print(f"this machine: {machine}")
     return EXIT_OK

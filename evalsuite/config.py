@@ -203,12 +203,12 @@ def read_config(
     document = load_document(path, display)
     problems = list(document.problems)
     overrides = dict(overrides or {})
-    if document.value is None or not isinstance(document.value, dict):
-        if document.value is not None and not problems:
-            kind = "a list" if isinstance(document.value, list) else "a single value"
-            problems.append(
-                Problem("error", f"holds {kind}; a config is `key: value` lines", document.file, 1)
-            )
+    if not isinstance(document.value, dict):
+        kinds = {list: "a list", type(None): "nothing"}
+        if not problems:
+            kind = kinds.get(type(document.value), "a single value")
+            message = f"holds {kind}; a config is `key: value` lines"
+            problems.append(Problem("error", message, document.file, 1))
         return LoadedConfig(path, None, problems)
     problems += config_checks.check_keys(document)
     values = {

@@ -208,11 +208,12 @@ def _check_numbers(cfg: config.EvalConfig, add: Any) -> None:
             "`provenance.num_questions`",
         )
     spread = standard_error(cfg.accuracy_threshold, cfg.num_questions)
+    default = "" if "tolerance" in cfg.model_fields_set else " (the default)"
     if 0 < WIDE_TOLERANCE_SE * spread < cfg.tolerance:
         add(
             "warning",
             "tolerance",
-            f"{cfg.tolerance:g} is {cfg.tolerance / spread:.1f} standard errors "
+            f"{cfg.tolerance:g}{default} is {cfg.tolerance / spread:.1f} standard errors "
             f"({100 * spread:.2f} points each): a drop of {100 * cfg.tolerance:.0f} points passes; "
             f"{2 * spread:.3f} would be two",
         )

@@ -199,9 +199,8 @@ def find_jobs(
         near = closest(name, [path.stem for path, _, _ in places])
         hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"no config {name!r} in {', '.join(paths)}{hint}")
-    problems = [
-        problem for path, _, _ in chosen for problem in read.configs[path.resolve()].problems
-    ]
+    files = dict.fromkeys(path.resolve() for path, _, _ in chosen)
+    problems = [problem for file in files for problem in read.configs[file].problems]
     jobs = []
     for path, suite, pool in chosen:
         loaded = read.configs[path.resolve()]

@@ -128,7 +128,7 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
         raise ConfigError("--config is empty; name a list such as config-cpu.txt")
     if "/" in value or os.sep in value or Path(value).is_file():
         for path in (Path(value), root / value, root.parent / value):
-            if path.is_file():
+            if path.exists() and not path.is_dir():
                 return [_read_any(path, root)]
         if Path(value).is_dir():
             found = [path.name for path in list_files(Path(value))]

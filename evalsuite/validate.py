@@ -138,7 +138,7 @@ class _Surveyor:
             self.result.lists.append(found)
         hardware = self._pools_of(hardware_file(root))
         pool = hardware.pool_of_list(found.path.name)
-        if pool is None and not found.is_bare:
+        if pool is None and found.entries and not found.is_bare:
             known = ", ".join(hardware.pools)
             message = f"its name holds no known pool ({known}), so GPUs and memory go unchecked"
             self.result.problems.append(Problem("note", message, str(found.path)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -13,36 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evalsuite import engines, evaluators, names
-from evalsuite.config import EvalConfig, ExpectBackend, Gate, load_config, read_config
-from evalsuite.errors import ConfigError, Problem
-from evalsuite.server_args import check_port, flag_values, parse_server_args
+from evalsuite.config import ExpectBackend, Gate, load_config, read_config
+from evalsuite.errors import ConfigError
 from evalsuite.yaml_loader import parse_document
 
-BASE = "model_name: Qwen/Qwen3-30B-A3B\naccuracy_threshold: 0.88\nnum_questions: 1319\n"
-BASE += "num_fewshot: 5\ntolerance: 0.02\n"
+# With --import-mode=importlib a test module cannot import its neighbour by name.
+sys.path.insert(0, str(Path(__file__).parent))
+from config_files import BASE, errors, load
 
-
-def load(tmp_path: Path, text: str) -> EvalConfig:
-    path = tmp_path / "a.yaml"
-    path.write_text(text, encoding="utf-8")
-    return load_config(path)
-
-
-def errors(tmp_path: Path, text: str | bytes) -> list[Problem]:
-    path = tmp_path / "a.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    loaded = read_config(path, display="a.yaml")
-    found = [problem for problem in loaded.problems if problem.severity == "error"]
-    assert (loaded.config is None) == bool(found)
-    return found
-
-
-def warnings(tmp_path: Path, text: str) -> dict[str, str]:
-    path = tmp_path / "a.yaml"
-    path.write_text(text)
-    loaded = read_config(path)
-    assert loaded.config is not None, loaded.problems
-    return {problem.key: problem.message for problem in loaded.problems}
+sys.path.pop(0)
 
 
 def test_names_found_in_folders_are_those_the_modules_give() -> None:
@@ -335,138 +314,3 @@ def test_no_text_in_a_config_raises(tmp_path_factory: pytest.TempPathFactory, te
     path.write_text(BASE + text)
     loaded = read_config(path)
     assert (loaded.config is None) == loaded.has_errors
-
-
-class TestServerArgs:
-    def test_mapping(self) -> None:
-        value = {
-            "tensor_parallel_size": 2,
-            "speculative_config": {"method": "mtp", "n": 2, "deep": {"a": [1, None]}},
-            "stop": ["a", "b c"],
-            "enforce_eager": True,
-            "trust": False,
-            "seed": None,
-            "--name": "a b",
-            "empty": "",
-            "attention_config.indexer_kv_dtype": "mxfp4",
-        }
-        argv = parse_server_args(value)
-        assert argv[:3] == ("--tensor-parallel-size", "2", "--speculative-config")
-        assert json.loads(argv[3]) == value["speculative_config"]
-        assert json.loads(argv[5]) == ["a", "b c"]
-        assert argv[6:] == (
-            *("--enforce-eager", "--name", "a b", "--empty", ""),
-            *("--attention_config.indexer_kv_dtype", "mxfp4"),
-        )
-
-    def test_no_shell_is_involved(self) -> None:
-        argv = parse_server_args("""--name "a b" --x=$HOME --y '#1' --z '' --g *.py `id` $(id)""")
-        assert argv == (
-            *("--name", "a b", "--x=$HOME", "--y", "#1", "--z", ""),
-            *("--g", "*.py", "`id`", "$(id)"),
-        )
-
-    def test_json_inside_a_string(self) -> None:
-        argv = parse_server_args("""--cfg '{"method":"mtp","n":2}' --port-range 1""")
-        assert argv == ("--cfg", '{"method":"mtp","n":2}', "--port-range", "1")
-
-    def test_list_keeps_every_element(self) -> None:
-        assert parse_server_args(["--a", "b c", 2, "", "-x=1"]) == ("--a", "b c", "2", "", "-x=1")
-
-    @pytest.mark.parametrize("value", [3, True, [True], [None], [["a"]], {"a b": 1}, {"x": {1.5}}])
-    def test_other_forms_are_refused(self, value: object) -> None:
-        with pytest.raises(ValueError, match=r"must be|is a|is not|nothing usable"):
-            parse_server_args(value)
-
-    @pytest.mark.parametrize(
-        ("text", "position"),
-        [("'abc", 1), ('--a "b', 5), ("--a 'x' \"y 'z'", 9), (r"--a \'b'c", 8)],
-    )
-    def test_position_of_an_open_quote(self, text: str, position: int) -> None:
-        with pytest.raises(ValueError, match=f"character {position} is never closed"):
-            parse_server_args(text)
-
-    @given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)))
-    def test_round_trip_through_a_shell(self, words: list[str]) -> None:
-        argv = ["--flag", *(f"v{word}" for word in words)]
-        assert parse_server_args(shlex.join(argv)) == tuple(argv)
-
-    @pytest.mark.parametrize(
-        "flag", ["--port 1", "--port=1", "--host x", "--model m", "--model-path m", "--uds s"]
-    )
-    def test_the_suites_own_flags(self, flag: str) -> None:
-        for value in (flag, flag.replace("=", " ").split()):
-            with pytest.raises(ValueError, match="the suite's own"):
-                parse_server_args(value)
-
-    def test_flag_values_in_all_spellings(self) -> None:
-        argv = ("--moe_backend=a", "--moe-backend", "b", "--moe-backend", "--x", "c")
-        assert flag_values(argv, ("--moe-backend",)) == ["a", "b", None]
-
-    def test_ports(self) -> None:
-        assert [check_port(port) for port in (0, 1, 65535)] == [0, 1, 65535]
-        for port in (-1, 65536, 70000):
-            with pytest.raises(ValueError, match="does not exist"):
-                check_port(port)
-
-
-class TestMeaning:
-    @pytest.mark.parametrize(("n", "half_width"), [(50, "8.3"), (200, "4.2")])
-    def test_fewer_questions_than_the_threshold_was_made_for(
-        self, tmp_path: Path, n: int, half_width: str
-    ) -> None:
-        text = BASE.replace("0.88", "0.90").replace("1319", str(n))
-        found = warnings(tmp_path, text)
-        assert f"made for 1319 questions, not {n}" in found["num_questions"]
-        assert f"half-width {half_width} points" in found["num_questions"]
-        assert "lies inside the noise" in found["accuracy_threshold"]
-
-    def test_the_full_set_with_a_narrow_tolerance_is_quiet(self, tmp_path: Path) -> None:
-        assert warnings(tmp_path, BASE) == {}
-
-    def test_a_threshold_made_for_this_many_questions_is_quiet(self, tmp_path: Path) -> None:
-        text = BASE.replace("1319", "330") + "provenance: {source: us, num_questions: 330}\n"
-        assert warnings(tmp_path, text) == {}
-
-    def test_a_wide_tolerance(self, tmp_path: Path) -> None:
-        found = warnings(tmp_path, BASE.replace("tolerance: 0.02", "tolerance: 0.08"))
-        assert "8.9 standard errors" in found["tolerance"]
-        assert "a drop of 8 points passes" in found["tolerance"]
-
-    def test_no_tolerance(self, tmp_path: Path) -> None:
-        found = warnings(tmp_path, BASE.replace("tolerance: 0.02", "tolerance: 0.0"))
-        assert "lies inside the noise" in found["accuracy_threshold"]
-
-    def test_calibration_replaces_the_guess(self, tmp_path: Path) -> None:
-        noisy = "calibration: {sigma_run: 0.02, discordant: 0.9, repeats: 9, num_questions: 1319}\n"
-        assert "lies inside the noise" in warnings(tmp_path, BASE + noisy)["accuracy_threshold"]
-        calm = noisy.replace("0.02", "0.002")
-        assert warnings(tmp_path, BASE + calm) == {}
-
-    def test_more_questions_than_there_are(self, tmp_path: Path) -> None:
-        found = warnings(tmp_path, BASE.replace("1319", "5000"))
-        assert "gsm8k has 1319" in found["num_questions"]
-
-    def test_remote_code_only_where_the_file_says_so(self, tmp_path: Path) -> None:
-        assert not load(tmp_path, BASE).has_remote_code
-        assert load(tmp_path, BASE + "trust_remote_code: true\n").has_remote_code
-        by_flag = BASE + "server_args: --trust-remote-code\n"
-        assert load(tmp_path, by_flag).has_remote_code
-        assert "Python code" in warnings(tmp_path, by_flag)["server_args"]
-        found = errors(tmp_path, by_flag + "trust_remote_code: false\n")
-        assert [problem.key for problem in found] == ["trust_remote_code"]
-
-    def test_a_backend_that_cannot_be_the_expected_one(self, tmp_path: Path) -> None:
-        text = BASE + "server_args: --moe-backend=triton\nexpect_backend: flashinfer_cutlass\n"
-        assert [problem.key for problem in errors(tmp_path, text)] == ["expect_backend"]
-        assert load(tmp_path, text.replace("=triton", "=auto")).expect_backend is not None
-
-    def test_sources_say_where_each_value_came_from(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.yaml"
-        path.write_text(BASE)
-        loaded = read_config(path, {"engine": "vllm"}, display="a.yaml")
-        assert loaded.config is not None
-        assert loaded.config.engine == "vllm"
-        assert loaded.sources["engine"] == "command line"
-        assert loaded.sources["num_questions"] == "a.yaml:3"
-        assert loaded.sources["seed"] == "default"

@@ -1,14 +1,10 @@
-"""Jobs: layout, GPUs and memory against the pool, this machine, ids, and shards."""
+"""Jobs: layout, GPUs and memory against the pool, ids, and every fault at once."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evalsuite.capacity import check_capacity, weights_gib_per_gpu
 from evalsuite.config import EvalConfig
@@ -17,17 +13,8 @@ from evalsuite.hardware import Hardware, load_hardware
 from evalsuite.jobs import JobSet, Selection, load_jobs
 from evalsuite.layout import Layout, layout_of
 from evalsuite.lists import configs_root, hardware_file
-from evalsuite.machine import Machine, Probe, detect_machine, detect_pool, skip_reason
+from evalsuite.machine import Machine
 from evalsuite.server_args import parse_server_args
-from evalsuite.shards import (
-    Shard,
-    parse_shard,
-    read_durations,
-    record_durations,
-    split,
-    take,
-    unknown_durations,
-)
 
 NO_GPU = Machine(missing="nvidia-smi is not installed")
 B200 = Machine("nvidia", "sm100", 8, 179.0, "NVIDIA B200")
@@ -133,108 +120,6 @@ class TestCapacity:
         assert not self.problems(hardware, "cpu", "-tp 2")
 
 
-def probe(root: Path, smi: str | OSError) -> Probe:
-    def run(argv: Sequence[str]) -> str:
-        assert argv[0] == "nvidia-smi"
-        if isinstance(smi, OSError):
-            raise smi
-        return smi
-
-    return Probe(run, root)
-
-
-NO_SMI = OSError("nvidia-smi is not installed")
-
-
-class TestMachine:
-    def test_nvidia(self, tmp_path: Path, hardware: Hardware) -> None:
-        found = detect_machine(probe(tmp_path, "NVIDIA H100 80GB HBM3, 81559, 9.0\n" * 2))
-        assert (found.vendor, found.arch, found.num_gpus) == ("nvidia", "sm90", 2)
-        assert found.memory_gib == pytest.approx(79.6, abs=0.1)
-        pool = detect_pool(found, hardware)
-        assert pool is not None
-        assert pool.name == "h100"
-
-    @pytest.mark.parametrize(
-        ("name", "memory", "cap", "pool"),
-        [
-            ("NVIDIA B200", 183359, "10.0", "b200"),
-            ("NVIDIA H200", 143771, "9.0", "h200"),
-            ("NVIDIA GH200 480GB", 97871, "9.0", ""),
-            ("NVIDIA A100-SXM4-80GB", 81920, "8.0", "a100"),
-            ("Hopper engineering sample", 143000, "9.0", "h200"),
-            ("NVIDIA L4", 23034, "8.9", ""),
-        ],
-    )
-    def test_which_pool_a_card_is(
-        self, tmp_path: Path, hardware: Hardware, name: str, memory: int, cap: str, pool: str
-    ) -> None:
-        found = detect_pool(detect_machine(probe(tmp_path, f"{name}, {memory}, {cap}\n")), hardware)
-        assert (found.name if found else "") == pool
-
-    def test_the_drivers_files_where_the_tool_is_missing(
-        self, tmp_path: Path, hardware: Hardware
-    ) -> None:
-        for index in range(2):
-            folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{index}:00.0"
-            folder.mkdir(parents=True)
-            (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 5\n")
-        found = detect_machine(probe(tmp_path, NO_SMI))
-        assert (found.num_gpus, found.device_name) == (2, "NVIDIA H200")
-        pool = detect_pool(found, hardware)
-        assert pool is not None
-        assert pool.name == "h200"
-
-    def test_amd(self, tmp_path: Path, hardware: Hardware) -> None:
-        for index, version in enumerate((0, 90402, 90402)):
-            node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{index}"
-            (node / "mem_banks/0").mkdir(parents=True)
-            (node / "properties").write_text(f"simd_count 4\ngfx_target_version {version}\n")
-            (node / "mem_banks/0/properties").write_text(f"size_in_bytes {192 << 30}\n")
-        found = detect_machine(probe(tmp_path, NO_SMI))
-        assert (found.vendor, found.arch, found.num_gpus) == ("amd", "gfx942", 2)
-        pool = detect_pool(found, hardware)
-        assert pool is not None
-        assert pool.name == "mi300x"
-
-    @pytest.mark.parametrize(
-        ("visible", "num_gpus"),
-        [("0", 1), ("0,1", 2), ("", 0), ("-1", 0), ("1,9,0", 1), ("GPU-a", 1)],
-    )
-    def test_device_selection(self, tmp_path: Path, visible: str, num_gpus: int) -> None:
-        found = detect_machine(
-            probe(tmp_path, "NVIDIA B200, 183359, 10.0\n" * 4), {"CUDA_VISIBLE_DEVICES": visible}
-        )
-        assert found.num_gpus == num_gpus
-        assert ("CUDA_VISIBLE_DEVICES" in found.missing) == (num_gpus == 0)
-
-    def test_a_machine_without_a_gpu_says_what_is_missing(self, tmp_path: Path) -> None:
-        found = detect_machine(probe(tmp_path, NO_SMI))
-        assert found.num_gpus == 0
-        assert found.missing == "nvidia-smi is not installed; no AMD GPU in /sys/class/kfd"
-
-    def test_a_driver_that_answers_nonsense(self, tmp_path: Path) -> None:
-        for answer in ("", "No devices were found\n", "a,b,c\n"):
-            found = detect_machine(probe(tmp_path, answer))
-            assert found.num_gpus == 0
-            assert "names no GPU" in found.missing
-
-    def test_why_a_job_cannot_run_here(self, hardware: Hardware) -> None:
-        b200, cpu = hardware.find("b200"), hardware.find("cpu")
-        reason = skip_reason(b200, 2, NO_GPU, hardware)
-        assert reason == (
-            "needs pool b200 (2 x sm100, nvidia); no GPU here: nvidia-smi is not installed"
-        )
-        assert skip_reason(b200, 2, B200, hardware) == ""
-        assert skip_reason(cpu, 1, NO_GPU, hardware) == ""
-        assert skip_reason(None, 1, NO_GPU, hardware) == ""
-        assert "needs 2 GPUs" in skip_reason(None, 2, NO_GPU, hardware)
-        h100 = skip_reason(hardware.find("h100"), 2, B200, hardware)
-        assert "this machine is pool b200 (8 x NVIDIA B200, sm100)" in h100
-        one = Machine("nvidia", "sm100", 1, 179.0, "NVIDIA B200")
-        assert "only 1 of its GPUs are visible" in skip_reason(b200, 2, one, hardware)
-
-
 CONFIG = "accuracy_threshold: 0.88\nnum_questions: 1319\nnum_fewshot: 5\ntolerance: 0.02\n"
 
 
@@ -329,78 +214,3 @@ class TestLoadJobs:
     def test_nothing_selected(self, root: Path) -> None:
         with pytest.raises(ConfigError, match="no --config given"):
             self.load(root)
-
-
-class TestShards:
-    LONG = tuple(f"long{index}" for index in range(3))
-    SHORT = tuple(f"short{index}" for index in range(12))
-    DURATIONS = dict.fromkeys(LONG, 1800.0) | dict.fromkeys(SHORT, 120.0)
-
-    def test_longest_first(self) -> None:
-        shards = split([*self.LONG, *self.SHORT], self.DURATIONS, 4)
-        loads = sorted(sum(self.DURATIONS[name] for name in shard) / 60 for shard in shards)
-        assert loads == [24, 30, 30, 30]
-
-    def test_few_jobs_many_shards(self) -> None:
-        assert split(["a", "b"], {}, 4) == [["a"], ["b"], [], []]
-        assert split([], {}, 4) == [[], [], [], []]
-
-    def test_without_durations_the_counts_are_even(self) -> None:
-        shards = split([*self.LONG, *self.SHORT], {}, 4)
-        assert sorted(map(len, shards)) == [3, 4, 4, 4]
-
-    @given(
-        st.lists(st.text(max_size=5), unique=True, max_size=30),
-        st.integers(1, 8),
-        st.lists(st.floats(0, 1e6), min_size=30, max_size=30),
-    )
-    def test_an_exact_partition_that_depends_on_no_order(
-        self, ids: list[str], count: int, seconds: list[float]
-    ) -> None:
-        durations = dict(zip(ids[::2], seconds, strict=False))
-        shards = split(ids, durations, count)
-        assert sorted(name for shard in shards for name in shard) == sorted(ids)
-        assert len(shards) == count
-        backwards = split(ids[::-1], dict(reversed(durations.items())), count)
-        assert [sorted(shard) for shard in backwards] == [sorted(shard) for shard in shards]
-
-    def test_take(self, root: Path) -> None:
-        jobs = load_jobs(Selection(("config-b200.txt",), root), NO_GPU).jobs
-        parts = [take(jobs, {"one/a": 900.0}, Shard(index, 3)) for index in (1, 2, 3)]
-        assert sorted(job.id for part in parts for job in part) == sorted(job.id for job in jobs)
-        assert take(jobs[:1], {}, Shard(2, 2)) == []
-
-    @pytest.mark.parametrize("text", ["5/4", "0/4", "1/0", "-1/4", "1", "a/b", "", "1/4/2"])
-    def test_shards_that_do_not_exist(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="--shard"):
-            parse_shard(text)
-
-    def test_the_form_of_a_shard(self) -> None:
-        assert parse_shard("2/4") == Shard(2, 4)
-        assert str(parse_shard(" 1 / 1 ")) == "1/1"
-
-    def test_bad_durations_are_ignored_with_a_notice(self, tmp_path: Path) -> None:
-        path = tmp_path / "durations.json"
-        path.write_text('{"a": 60, "b": NaN, "c": -1, "d": "9", "e": true, "f": Infinity, "g": 0}')
-        durations, problems = read_durations(path)
-        assert durations == {"a": 60.0, "g": 0.0}
-        assert sorted(problem.key for problem in problems) == ["b", "c", "d", "e", "f"]
-        unknown = unknown_durations(["a"], durations)
-        assert "1 recorded durations are of no job here: g" in unknown[0].message
-
-    @pytest.mark.parametrize("content", ["", "[1]", "{", "\xff"])
-    def test_a_file_of_nonsense_is_ignored_with_a_notice(
-        self, tmp_path: Path, content: str
-    ) -> None:
-        path = tmp_path / "durations.json"
-        path.write_text(content, encoding="latin-1")
-        durations, problems = read_durations(path)
-        assert durations == {}
-        assert [problem.severity for problem in problems] == ["warning"]
-
-    def test_recorded_durations_are_read_back(self, tmp_path: Path) -> None:
-        path = tmp_path / "durations.json"
-        record_durations(path, {"a": 12.34})
-        record_durations(path, {"b": 5.0})
-        assert json.loads(path.read_text()) == {"a": 12.3, "b": 5.0}
-        assert read_durations(path) == ({"a": 12.3, "b": 5.0}, [])
