@@ -14,6 +14,7 @@ import torch
 from moeserve.engine.batch import ForwardBatch, forward_batch
 from moeserve.engine.client import EngineInfo, EngineStats
 from moeserve.engine.config import EngineConfig
+from moeserve.engine.describe import describe
 from moeserve.engine.kv_cache import PagePool
 from moeserve.engine.request import FinishReason, Logprob, Request, TokenEvent
 from moeserve.engine.scheduler import Scheduler, StepPlan
@@ -66,6 +67,7 @@ class Engine:
         self._plan = StepPlan([], [])
         self._arrivals = 0
         self._num_steps = 0
+        self._threads = started.threads
 
     @property
     def has_work(self) -> bool:
@@ -74,38 +76,7 @@ class Engine:
 
     def info(self, load_s: float = 0.0) -> EngineInfo:
         """What the front needs to know."""
-        runner, plan = self.runner, self.runner.moe_plan
-        moe: dict[str, object] = {}
-        if plan is not None:
-            moe = {
-                "backend": plan.primary,
-                "ranges": [{"max_tokens": t, "backend": name} for t, name in plan.ranges],
-                "layout": plan.layout,
-                "reason": plan.reason,
-                "requested": plan.requested,
-                "considered": list(plan.considered),
-                "rejected": {r.backend: r.reason for r in plan.rejected},
-                "num_layers": runner.spec.num_moe_layers,
-            }
-        backends: dict[str, object] = {
-            "platform": runner.moe_spec.platform if runner.moe_spec else runner.options.device.type,
-            "device": str(runner.options.device),
-            "dtype": str(runner.options.dtype).removeprefix("torch."),
-            "architecture": runner.spec.architecture,
-            "moe": moe,
-            "attention": {"backend": runner.attention.name, "page_size": self.pool.page_size},
-            "parallel": {"tp": 1, "dp": 1, "ep": 1},
-            "num_threads": torch.get_num_threads(),
-        }
-        return EngineInfo(
-            max_model_len=self.limits.max_model_len,
-            vocab_size=runner.spec.vocab_size,
-            eos_token_ids=runner.spec.eos_token_ids,
-            num_pages=self.pool.num_pages,
-            page_size=self.pool.page_size,
-            backends=backends,
-            load_s=load_s,
-        )
+        return describe(self.runner, self.limits, load_s)
 
     def stats(self) -> EngineStats:
         """Counters after the last step."""
@@ -203,6 +174,7 @@ class Engine:
         batch = forward_batch(
             plan, self.scheduler.block_table, runner.attention, runner.options.device
         )
+        self._threads.use_for(batch.num_tokens)
         hidden = runner.hidden(batch)
         rows = plan.sampled()
         sampled = sample(runner.logits(hidden, batch.logits_rows), rows) if rows else None

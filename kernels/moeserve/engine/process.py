@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from moeserve import errors
 from moeserve.engine.client import EngineInfo, EngineStats
 from moeserve.engine.config import EngineConfig
 from moeserve.engine.request import FinishReason, Request, TokenEvent
-from moeserve.engine.wire import Message, Unpacker, pack
+from moeserve.engine.streams import Connection, Stream, merged
+from moeserve.engine.wire import Message
 
 logger = logging.getLogger(__name__)
 _CODE = (
@@ -66,50 +68,9 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", _CODE, str(fd), str(time.time())],
         pass_fds=(fd,),
         stdin=subprocess.DEVNULL,
+        # Idle OpenMP threads must sleep: by default they spin on the API process's core.
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
     )
-
-
-class _Connection(asyncio.Protocol):
-    """Bytes to messages; hands every batch of complete messages to the client at once."""
-
-    def __init__(self, client: ProcessEngine) -> None:
-        self._client = client
-        self._unpacker = Unpacker()
-        self._transport: asyncio.WriteTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._client.on_messages(self._unpacker.feed(data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._client.on_lost()
-
-    def send(self, message: Message) -> None:
-        if self._transport is not None:
-            self._transport.write(pack(message))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-class _Stream:
-    """Events of one open request that its reader has not taken yet."""
-
-    __slots__ = ("events", "is_ended", "waiter")
-
-    def __init__(self) -> None:
-        self.events: list[TokenEvent] = []
-        self.waiter: asyncio.Future[None] | None = None
-        self.is_ended = False
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class ProcessEngine:
@@ -117,10 +78,10 @@ class ProcessEngine:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.info = EngineInfo(0, 0, (), 0, 0)
-        self.connection = _Connection(self)
+        self.connection = Connection(self.on_messages, self.on_lost)
         self._process = process
         self._stats = EngineStats()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._new: list[Request] = []
         self._aborted: list[str] = []
         self._is_flush_due = False
@@ -153,7 +114,7 @@ class ProcessEngine:
         if self._is_stopping or not self.is_alive():
             yield TokenEvent(request.id, finish_reason=FinishReason.ERROR, error=self._refusal())
             return
-        stream = self._streams[request.id] = _Stream()
+        stream = self._streams[request.id] = Stream()
         self._all_ended.clear()
         self._new.append(request)
         self._flush_soon()
@@ -163,7 +124,7 @@ class ProcessEngine:
                     stream.waiter = asyncio.get_running_loop().create_future()
                     await stream.waiter
                 events, stream.events = stream.events, []
-                for event in _merged(events):
+                for event in merged(events):
                     yield event
                     if event.finish_reason is not None:
                         return
@@ -223,7 +184,7 @@ class ProcessEngine:
 
     def on_messages(self, messages: list[Message]) -> None:
         """Sort everything that has arrived into the streams, then wake each reader once."""
-        touched: set[_Stream] = set()
+        touched: set[Stream] = set()
         for message in messages:
             kind = message[0]
             if kind == "step":
@@ -240,7 +201,7 @@ class ProcessEngine:
         for stream in touched:
             stream.wake()
 
-    def _on_step(self, message: Message, touched: set[_Stream]) -> None:
+    def _on_step(self, message: Message, touched: set[Stream]) -> None:
         _, ids, tokens, events, self._stats = message
         streams = self._streams
         for request_id, token in zip(ids, tokens, strict=True):
@@ -260,8 +221,9 @@ class ProcessEngine:
         """The engine process is gone: every open request gets an error, whoever waits is told."""
         self._is_lost = True
         # The socket closes an instant before the exit code is there.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.5)
+        if not self._is_stopping:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.5)
         text = self._refusal()
         if not self._ready.done():
             self._ready.set_exception(EngineError(text))
@@ -300,20 +262,3 @@ class ProcessEngine:
         self._is_flush_due = False
         self.connection.send(("work", self._new, self._aborted))
         self._new, self._aborted = [], []
-
-
-def _merged(events: list[TokenEvent]) -> list[TokenEvent]:
-    """Neighbouring plain tokens as one event; everything that says more stays as it is."""
-    out: list[TokenEvent] = []
-    run: list[int] = []
-    for event in events:
-        if event.token_ids and not event.logprobs and event.finish_reason is None and out:
-            run.extend(event.token_ids)
-            continue
-        if run:
-            out.append(TokenEvent(event.request_id, tuple(run)))
-            run = []
-        out.append(event)
-    if run:
-        out.append(TokenEvent(events[0].request_id, tuple(run)))
-    return out

@@ -24,9 +24,31 @@ from moeserve.runner.model_runner import ModelRunner, RunnerOptions
 logger = logging.getLogger(__name__)
 # KV cache of a CPU server that was given no size: some 260,000 tokens of the embedded model.
 CPU_CACHE_BYTES = 1 << 30
-# Narrower models are faster on one CPU thread: a step is many products of microseconds each, and
-# the second thread costs more to wake than it saves (measured at H = 128, T = 1 to 256).
-MIN_HIDDEN_FOR_THREADS = 1024
+# Below this many hidden values in a step, one CPU thread is faster: the step is many products of
+# microseconds each, and a second thread costs more to wake than it saves (measured at H = 128).
+MIN_WORK_FOR_THREADS = 512 * 128
+
+
+@dataclass
+class CpuThreads:
+    """How many CPU threads a step uses, by its size.
+
+    Attributes:
+        hidden_size: H.
+        most: Threads of a large step; 1 for a fixed single thread.
+        least: Threads of a small one.
+    """
+
+    hidden_size: int
+    most: int
+    least: int
+
+    def use_for(self, num_tokens: int) -> None:
+        """Set torch's thread count for a step of that many tokens."""
+        is_large = num_tokens * self.hidden_size >= MIN_WORK_FOR_THREADS
+        wanted = self.most if is_large else self.least
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
 
 
 @dataclass(frozen=True)
@@ -37,11 +59,13 @@ class Started:
         config: As given, with the model folder resolved.
         runner: Model with weights and cache.
         limits: Of the scheduler.
+        threads: Chosen in each step.
     """
 
     config: EngineConfig
     runner: ModelRunner
     limits: SchedulerLimits
+    threads: CpuThreads
 
 
 def start(config: EngineConfig) -> Started:
@@ -59,7 +83,8 @@ def start(config: EngineConfig) -> Started:
             f"tensor_parallel_size={config.tensor_parallel_size}, data_parallel_size="
             f"{config.data_parallel_size}: this build runs one rank"
         )
-    torch.set_num_threads(config.num_threads or _num_threads(spec, device))
+    threads = _threads(config, spec, device)
+    threads.use_for(1)
     max_model_len = _max_model_len(config, spec)
     limits = _limits(config, max_model_len)
     options = RunnerOptions(
@@ -86,7 +111,7 @@ def start(config: EngineConfig) -> Started:
         runner.attention.page_size,
         num_pages * runner.page_bytes() / 2**30,
     )
-    return Started(config, runner, limits)
+    return Started(config, runner, limits, threads)
 
 
 def _model_source(config: EngineConfig) -> str:
@@ -124,10 +149,12 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch
     }[name]
 
 
-def _num_threads(spec: ModelSpec, device: torch.device) -> int:
-    if device.type != "cpu" or spec.hidden_size < MIN_HIDDEN_FOR_THREADS:
-        return 1
-    return len(os.sched_getaffinity(0))
+def _threads(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CpuThreads:
+    if config.num_threads:
+        return CpuThreads(spec.hidden_size, config.num_threads, config.num_threads)
+    # With a GPU the CPU only prepares steps.
+    most = 1 if device.type != "cpu" else len(os.sched_getaffinity(0))
+    return CpuThreads(spec.hidden_size, most, 1)
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
