@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -58,10 +58,10 @@ def grid(
 
 
 def test_the_whole_tree_is_strictly_valid_in_two_seconds() -> None:
-    best = float("inf")
-    # The best of three: another process may hold the cores.
+    seconds = []
+    # Processor time, and the best of three: other processes may hold the cores.
     for _ in range(3):
-        start = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "evalsuite.cli", "validate", "configs", "--strict"],
             capture_output=True,
@@ -70,11 +70,12 @@ def test_the_whole_tree_is_strictly_valid_in_two_seconds() -> None:
             cwd=REPOSITORY,
             check=False,
         )
-        best = min(best, time.monotonic() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-    assert "110 configs in 14 lists: 0 errors" in done.stdout
-    assert best < 2
+        assert "110 configs in 14 lists: 0 errors" in done.stdout
+    assert min(seconds) < 2
 
 
 def test_every_cell_runs_on_exactly_one_nvidia_pool() -> None:
