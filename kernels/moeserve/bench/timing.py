@@ -19,6 +19,11 @@ def graph_time_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> f
     Returns:
         Microseconds a call, launch gaps between graph nodes included.
     """
+    return statistics.median(replay_times_us(calls, replays)) / len(calls)
+
+
+def replay_times_us(calls: Sequence[Callable[[], object]], replays: int) -> list[float]:
+    """Microseconds of each replay of a graph that holds every call once."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -26,14 +31,6 @@ def graph_time_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> f
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return _replay_us(graph, replays) / len(calls)
-
-
-def _event() -> Any:  # torch's events carry no types
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     events = [_event() for _ in range(2 * replays)]
     for _ in range(2):
         graph.replay()
@@ -42,8 +39,11 @@ def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
         graph.replay()
         events[2 * i + 1].record()
     torch.cuda.synchronize()
-    times = [float(events[2 * i].elapsed_time(events[2 * i + 1])) for i in range(replays)]
-    return statistics.median(times) * 1000.0
+    return [float(events[2 * i].elapsed_time(events[2 * i + 1])) * 1000.0 for i in range(replays)]
+
+
+def _event() -> Any:  # torch's events carry no types
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def event_time_us(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
