@@ -72,7 +72,15 @@ def changed_paths(base: str, head: str = "HEAD", folder: Path | None = None) -> 
     Raises:
         DiffError: No git, no such commit, or no common ancestor (a shallow clone).
     """
-    argv = ["diff", "--name-only", "--no-renames", "-z", f"{base}...{head}", "--"]
+    argv = [
+        "diff",
+        "--name-only",
+        "--no-renames",
+        "-z",
+        "--end-of-options",
+        f"{base}...{head}",
+        "--",
+    ]
     names = _git(argv, folder)
     # Bytes that are no UTF-8 stay what they are, so that they match the name on disk.
     return [name.decode("utf-8", "surrogateescape") for name in names.split(b"\0") if name]
