@@ -48,6 +48,9 @@ def run(
     data_dir: str = typer.Option("", "--data-dir", help="Folder of data files."),
     baselines: str = typer.Option("baselines", "--baselines", help="Approved baselines."),
     executor: str = typer.Option("local", "--executor", help="local or ray."),
+    stop_grace: float = typer.Option(
+        10.0, "--stop-grace", metavar="SECONDS", help="From TERM to KILL of a server."
+    ),
     resume: str = typer.Option("", "--resume", metavar="RUN", help="Go on with this run folder."),
     keep_going: bool = typer.Option(
         True, "--keep-going/--fail-fast", help="Run the rest after a failure, or leave it."
@@ -76,6 +79,7 @@ def run(
         baselines=baselines,
         executor=executor,
         stops_at_failure=not keep_going,
+        grace_s=stop_grace,
     )
     request = with_new_configs(request, names or ())
     return _run(request, new_folder(Path(results)), dry_run=dry_run)

@@ -25,16 +25,14 @@ def _is_own_folder(path: Path) -> bool:
     return path.name == _PACKAGE and all((path / name).is_file() for name in _OWN_FILES)
 
 
-def names_evalsuite(args: Sequence[str], folder: Path) -> bool:
+def names_evalsuite(places: Sequence[str], folder: Path) -> bool:
     """Whether a pytest command line asks for this package.
 
     Args:
-        args: Arguments as given.
+        places: Its positional arguments: files, folders, packages, node ids.
         folder: Where pytest was called.
     """
-    for arg in args:
-        if arg.startswith("-"):
-            continue
+    for arg in places:
         place = arg.partition("::")[0]
         if place == _PACKAGE or place.startswith(f"{_PACKAGE}."):
             # A folder of that name here is meant; without one, the installed package.
@@ -52,9 +50,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config = pluginmanager.get_plugin("pytestconfig")
     assert config is not None
     given = config.invocation_params
-    if pluginmanager.has_plugin(RUN_PLUGIN) or not names_evalsuite(
-        [str(arg) for arg in given.args], given.dir
-    ):
+    if pluginmanager.has_plugin(RUN_PLUGIN):
+        return
+    # pytest's own options are known by now, so that the value of `-k evalsuite` is no place.
+    known = parser.parse_known_args([str(arg) for arg in given.args])
+    if not names_evalsuite(known.file_or_dir, given.dir):
         return
     from evalsuite import pytest_run
 

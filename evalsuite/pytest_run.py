@@ -59,6 +59,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("--configs-root", default="", metavar="DIR", help="Folder of the suites.")
     add("--data-dir", default="", metavar="DIR", help="Folder of data files.")
     add("--baselines", default="baselines", metavar="DIR", help="Approved baselines.")
+    add("--stop-grace", type=float, default=10.0, metavar="S", help="From TERM to KILL.")
     add("--dry-run", action="store_true", help="Check and list the jobs; start nothing.")
 
 
@@ -76,6 +77,7 @@ def _request(config: pytest.Config) -> RunRequest:
         results=get("--results"),
         data_dir=get("--data-dir"),
         baselines=get("--baselines"),
+        grace_s=get("--stop-grace"),
     )
 
 

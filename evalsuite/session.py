@@ -46,6 +46,7 @@ class RunRequest:
         baselines: Folder of approved baselines.
         executor: "local" or "ray".
         stops_at_failure: Leave the rest after the first FAIL or ERROR.
+        grace_s: Seconds from TERM to KILL of a server.
     """
 
     configs: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class RunRequest:
     baselines: str = "baselines"
     executor: str = "local"
     stops_at_failure: bool = False
+    grace_s: float = 10.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `run.json`."""
@@ -129,6 +131,7 @@ def prepare(request: RunRequest, environ: Mapping[str, str]) -> Prepared:
         limit=request.limit,
         data_dir=Path(request.data_dir) if request.data_dir else None,
         baselines=Path(request.baselines),
+        grace_s=request.grace_s,
         commit=commit_of(environ),
         hardware=hardware_name(machine),
         family_size=max(
@@ -147,6 +150,8 @@ def _check_options(request: RunRequest) -> None:
         problems.append(f"--base-url {request.base_url!r} is no URL, such as http://host:8000")
     if request.base_url and request.engine not in ("", "external"):
         problems.append(f"--base-url names a running server; --engine {request.engine} starts one")
+    if not 0 <= request.grace_s <= 3600:
+        problems.append(f"--stop-grace {request.grace_s:g}: 0 to 3600 seconds are possible")
     if request.executor not in ("local", "ray"):
         problems.append(f"--executor {request.executor!r}; known: local, ray")
     if problems:

@@ -60,13 +60,14 @@ class Suite:
         values = {
             "model_name": "stub",
             "accuracy_threshold": 0.9,
-            "tolerance": 0.05,
+            "tolerance": 0.2,
             "num_questions": NUM_QUESTIONS,
             "num_fewshot": 1,
             "task": "minigsm",
             "engine": "vllm",
             "startup_max_wait_seconds": 20,
             "max_retries": 1,
+            "provenance": {"source": "test", "num_questions": NUM_QUESTIONS},
             "server_args": args,
             **keys,
         }
