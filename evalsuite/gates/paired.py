@@ -6,6 +6,7 @@ repeat is worth its time. Whether two runs may be compared at all is `baseline.p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,7 @@ class PairedPlan:
     noise: float | None = None
 
 
+@functools.lru_cache(maxsize=256)
 def look_level(plan: PairedPlan, baseline_repeats: int, look: int, references: int = 1) -> float:
     """Level to which this look's p-value is compared (Pocock-like spending, Bonferroni)."""
     alpha = plan.alpha / references
