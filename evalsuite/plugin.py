@@ -25,16 +25,17 @@ def _is_own_folder(path: Path) -> bool:
     return path.name == _PACKAGE and all((path / name).is_file() for name in _OWN_FILES)
 
 
-def names_evalsuite(places: Sequence[str], folder: Path) -> bool:
+def names_evalsuite(places: Sequence[str], folder: Path, *, is_pyargs: bool = False) -> bool:
     """Whether a pytest command line asks for this package.
 
     Args:
         places: Its positional arguments: files, folders, packages, node ids.
         folder: Where pytest was called.
+        is_pyargs: Whether `--pyargs` was given: dotted names are packages then.
     """
     for arg in places:
         place = arg.partition("::")[0]
-        if place == _PACKAGE or place.startswith(f"{_PACKAGE}."):
+        if place == _PACKAGE or (is_pyargs and place.startswith(f"{_PACKAGE}.")):
             # A folder of that name here is meant; without one, the installed package.
             here = folder / place
             if not here.exists() or _is_own_folder(here):
@@ -54,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         return
     # pytest's own options are known by now, so that the value of `-k evalsuite` is no place.
     known = parser.parse_known_args([str(arg) for arg in given.args])
-    if not names_evalsuite(known.file_or_dir, given.dir):
+    if not names_evalsuite(known.file_or_dir, given.dir, is_pyargs=known.pyargs):
         return
     from evalsuite import pytest_run
 

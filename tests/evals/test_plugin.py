@@ -180,7 +180,7 @@ def test_naming_evalsuite(tmp_path: Path) -> None:
     assert names_evalsuite(["evalsuite/"], REPOSITORY)
     assert names_evalsuite([f"{CLONE}/test_accuracy.py::test_accuracy[s/a]"], tmp_path)
     assert names_evalsuite(["evalsuite"], tmp_path.parent)
-    assert names_evalsuite(["evalsuite.test_accuracy"], tmp_path.parent)
+    assert names_evalsuite(["evalsuite.test_accuracy"], tmp_path.parent, is_pyargs=True)
 
 
 def test_interrupt_leaves_nothing_and_says_so(suite: Suite) -> None:
