@@ -246,7 +246,7 @@ class Engine:
         is_last: bool,
     ) -> TokenEvent:
         logprobs: tuple[Logprob, ...] = ()
-        if not is_stop and sampled.scores is not None and index in sampled.scored_rows:
+        if sampled.scores is not None and index in sampled.scored_rows:
             num_top = seq.request.sampling.num_logprobs or 0
             row = sampled.scored_rows[index]
             logprobs = (sampled.scores.as_logprob(row, num_top, Logprob),)

@@ -136,6 +136,8 @@ def parse_model_spec(keys: Keys, source: str) -> ModelSpec:
     names = keys.get("architectures")
     if not isinstance(names, list) or not names:
         raise UsageError(f"{source}: key 'architectures' is missing or empty")
+    if keys.get("use_sliding_window"):
+        raise Unsupported(f"{source}: sliding-window attention is not implemented")
     num_layers = _int(keys, "num_hidden_layers", source)
     num_heads = _int(keys, "num_attention_heads", source)
     hidden_size = _int(keys, "hidden_size", source)
