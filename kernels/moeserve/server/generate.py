@@ -209,7 +209,7 @@ class StreamReply(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def event(text: str) -> None:
-            body = b"data: " + text.encode("utf-8") + b"\n\n"
+            body = f"data: {text}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         reply = self._reply

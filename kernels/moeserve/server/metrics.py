@@ -7,10 +7,17 @@ names are ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from moeserve.engine.client import EngineStats
 from moeserve.server.sequences import Choice
@@ -39,6 +46,27 @@ _COUNTERS = (
 )
 
 
+class _Histogram:
+    """Counts by bucket for one thread: the library's, with its locks, costs more than a token."""
+
+    def __init__(self, name: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self, model_name: str) -> Metric:
+        labels = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(labels, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(self._name, self._name, labels=["model_name"])
+        family.add_metric([model_name], buckets, self._sum)
+        return family
+
+
 class Metrics:
     """All figures of one server; an `Observer` of sequences.
 
@@ -56,10 +84,6 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=self._registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
-            return family.labels(model_name)
-
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.").labels(model_name)
         self._output_tokens = counter("vllm:generation_tokens", "Tokens made.").labels(model_name)
         self._success = counter("vllm:request_success", "Sequences ended.", "finished_reason")
@@ -67,12 +91,12 @@ class Metrics:
         self._disconnects = counter("moeserve:client_disconnects", "Clients gone.").labels(
             model_name
         )
-        self._first = histogram("vllm:time_to_first_token_seconds", "", _FIRST_TOKEN_S)
-        self._inter = histogram("vllm:inter_token_latency_seconds", "", _TOKEN_S)
-        self._per_output = histogram("vllm:time_per_output_token_seconds", "", _TOKEN_S)
-        self._whole = histogram("vllm:e2e_request_latency_seconds", "", _REQUEST_S)
-        self._prompt_lengths = histogram("vllm:request_prompt_tokens", "", _LENGTHS)
-        self._output_lengths = histogram("vllm:request_generation_tokens", "", _LENGTHS)
+        self._first = _Histogram("vllm:time_to_first_token_seconds", _FIRST_TOKEN_S)
+        self._inter = _Histogram("vllm:inter_token_latency_seconds", _TOKEN_S)
+        self._per_output = _Histogram("vllm:time_per_output_token_seconds", _TOKEN_S)
+        self._whole = _Histogram("vllm:e2e_request_latency_seconds", _REQUEST_S)
+        self._prompt_lengths = _Histogram("vllm:request_prompt_tokens", _LENGTHS)
+        self._output_lengths = _Histogram("vllm:request_generation_tokens", _LENGTHS)
 
     def first_token(self, seconds: float) -> None:
         """Count the time to a first token."""
@@ -80,9 +104,8 @@ class Metrics:
 
     def next_tokens(self, seconds: float, num_tokens: int) -> None:
         """Count the time between two events of a sequence, shared by its tokens."""
-        for _ in range(num_tokens):
-            self._inter.observe(seconds / num_tokens)
-            self._per_output.observe(seconds / num_tokens)
+        self._inter.observe(seconds / num_tokens, num_tokens)
+        self._per_output.observe(seconds / num_tokens, num_tokens)
 
     def finished(self, choice: Choice, seconds: float) -> None:
         """Count a sequence that ended."""
@@ -112,6 +135,15 @@ class Metrics:
             family = CounterMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], float(getattr(stats, field)))
             yield family
+        for histogram in (
+            self._first,
+            self._inter,
+            self._per_output,
+            self._whole,
+            self._prompt_lengths,
+            self._output_lengths,
+        ):
+            yield histogram.family(self._model_name)
 
     def text(self) -> bytes:
         """Return the exposition text."""

@@ -10,6 +10,8 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from json.encoder import encode_basestring
 
 from moeserve.engine.request import Logprob
 from moeserve.server.params import Job
@@ -106,9 +108,24 @@ class Reply:
             return choice.prompt.text
         return self.tokenizer.decode(choice.prompt.ids, self.job.text.skips_special)
 
+    @cached_property
+    def _plain_chunk(self) -> tuple[str, str, str]:
+        """The fixed parts of a chunk with text alone, around its index and its text."""
+        key = '"delta":{"content":' if self.is_chat else '"text":'
+        end = "}" if self.is_chat else ""
+        whole = self._event([{"index": 0}], None)
+        head, tail = whole.split('{"index":0}')
+        return head + '{"index":', "," + key, end + ',"logprobs":null,"finish_reason":null}' + tail
+
     def chunk(self, choice: Choice, delta: Delta) -> str:
         """Return the JSON of one stream chunk."""
         job = self.job
+        is_plain = delta.finish_reason is None and not (
+            delta.logprobs or job.returns_token_ids or job.has_running_usage
+        )
+        if is_plain:  # nearly every chunk; the server writes one a token
+            head, middle, tail = self._plain_chunk
+            return f"{head}{choice.index}{middle}{encode_basestring(delta.text)}{tail}"
         shown: dict[str, object] = {"index": choice.index}
         if self.is_chat:
             shown["delta"] = {"content": delta.text}

@@ -8,7 +8,7 @@ reply looks is `replies.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -181,7 +181,8 @@ async def run_choice(
     """
     start = last = perf_counter()
     is_first = True
-    async with aclosing(_as_generator(engine.generate(choice.request))) as events:
+    events = engine.generate(choice.request)
+    try:
         async for event in events:
             delta = choice.take(event)
             now = perf_counter()
@@ -194,21 +195,15 @@ async def run_choice(
             if delta.finish_reason is not None:
                 # Counted before the caller sees the end: it may not come back for more.
                 observer.finished(choice, now - start)
-            yield delta
-            if delta.finish_reason is not None:
+                yield delta
                 return
-    raise EngineFailedError("the engine ended a sequence without a reason", is_stopping=False)
-
-
-async def _as_generator(events: AsyncIterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
-    """Give any iterator an `aclose` that reaches the one beneath."""
-    try:
-        async for event in events:
-            yield event
+            yield delta
     finally:
+        # Closing it is what aborts in the engine; a plain iterator has nothing to close.
         close = getattr(events, "aclose", None)
         if close is not None:
             await close()
+    raise EngineFailedError("the engine ended a sequence without a reason", is_stopping=False)
 
 
 async def run_all(engine: EngineClient, choices: list[Choice], observer: Observer) -> None:
