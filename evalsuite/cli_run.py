@@ -43,6 +43,9 @@ def run(
     limit: int = typer.Option(None, "--limit", help="Ask only the first N questions."),
     shard: str = typer.Option("", "--shard", metavar="I/N", help="Run the i-th of n parts."),
     durations: str = typer.Option("", "--durations", help="Recorded durations, for --shard."),
+    record_durations: str = typer.Option(
+        "", "--record-durations", metavar="FILE", help="Add this run's durations to FILE."
+    ),
     results: str = typer.Option("results", "--results", help="Folder for run folders."),
     configs_root: str = typer.Option("", "--configs-root", help="Folder of the suites."),
     data_dir: str = typer.Option("", "--data-dir", help="Folder of data files."),
@@ -80,6 +83,7 @@ def run(
         executor=executor,
         stops_at_failure=not keep_going,
         grace_s=stop_grace,
+        recorded=record_durations,
     )
     request = with_new_configs(request, names or ())
     return _run(request, new_folder(Path(results)), dry_run=dry_run)
@@ -138,17 +142,30 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
     is_interrupted = False
     try:
         verdicts = _execute(request, prepared, folder)
-    except KeyboardInterrupt:
-        is_interrupted = True
+    except BaseException as error:
         kept = [folder.kept(job.id) for job in prepared.jobs]
         verdicts = [verdict for verdict in kept if verdict is not None]
-    command = shlex.join(["evalsuite", *sys.argv[1:]])
-    folder.finish(verdicts, command, time.monotonic() - began)
-    _print_end(verdicts, folder)
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        if not is_interrupted:
+            # A fault of the suite itself: what is decided is reported, then it is raised.
+            _finish(request, verdicts, folder, began)
+            raise
+    _finish(request, verdicts, folder, began)
     if is_interrupted:
         print(f"interrupted; go on with: evalsuite run --resume {folder.path}", file=sys.stderr)
         return EXIT_INTERRUPTED
     return exit_code(verdicts)
+
+
+def _finish(
+    request: RunRequest, verdicts: Sequence[Verdict], folder: RunFolder, began: float
+) -> None:
+    from evalsuite.session import record_durations
+
+    command = shlex.join(["evalsuite", *sys.argv[1:]])
+    folder.finish(verdicts, command, time.monotonic() - began)
+    record_durations(request, verdicts)
+    _print_end(verdicts, folder)
 
 
 def _execute(request: RunRequest, prepared: Prepared, folder: RunFolder) -> list[Verdict]:

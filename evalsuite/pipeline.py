@@ -14,6 +14,7 @@ from pathlib import Path
 
 from evalsuite import baseline_store, engines, evaluators
 from evalsuite.baseline import BaselinePair
+from evalsuite.config import EvalConfig
 from evalsuite.engine_checks import (
     DraftCounters,
     acceptance_fault,
@@ -178,7 +179,7 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
     request = EvaluationRequest(
         base_url=server.base_url,
         served_model=server.model,
-        config=job.config,
+        config=_for_pool(job),
         ledger_path=this.folder.ledger(job.id),
         data=source_from(this.options.environ, this.options.data_dir),
         limit=this.options.limit,
@@ -195,6 +196,12 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         if result.stopped or not needs_repeat(job, result, baseline, records, context):
             return result
         request = replace(request, repeats=request.repeats + 1)
+
+
+def _for_pool(job: EvalJob) -> EvalConfig:
+    """The config with the request limit of the job's vendor."""
+    vendor = job.pool.vendor if job.pool else ""
+    return job.config.model_copy(update={"request_timeout_seconds": job.config.timeout_for(vendor)})
 
 
 def _guarded(

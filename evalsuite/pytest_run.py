@@ -28,15 +28,22 @@ from evalsuite.pipeline import Run
 from evalsuite.progress import PlainDisplay
 from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
 from evalsuite.run_folder import RunFolder, new_folder
-from evalsuite.session import Prepared, RunRequest, interrupt_on_sigterm, prepare
+from evalsuite.session import (
+    Prepared,
+    RunRequest,
+    interrupt_on_sigterm,
+    prepare,
+    record_durations,
+)
 from evalsuite.shared_server import SharedServer
-from evalsuite.verdict import EXIT_OK, Status, Verdict, exit_code
+from evalsuite.verdict import EXIT_NOTHING_RAN, EXIT_OK, Status, Verdict, exit_code
 
 _PREPARED = pytest.StashKey[Prepared]()
 _FOLDER = pytest.StashKey[RunFolder]()
 _VERDICT = pytest.StashKey[Verdict]()
 # Attribute of a test report; it travels from a worker of pytest-xdist to the main process.
 _ON_REPORT = "evalsuite_verdict"
+_GREEN = (EXIT_OK, EXIT_NOTHING_RAN)
 _REPLACED = (
     pytest.ExitCode.OK,
     pytest.ExitCode.TESTS_FAILED,
@@ -55,6 +62,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("--limit", type=int, default=None, metavar="N", help="Ask only the first N questions.")
     add("--shard", default="", metavar="I/N", help="Run the i-th of n parts.")
     add("--durations-file", default="", metavar="FILE", help="Recorded durations, for --shard.")
+    add("--record-durations", default="", metavar="FILE", help="Add this run's durations to FILE.")
     add("--results", default="results", metavar="DIR", help="Folder for run folders.")
     add("--configs-root", default="", metavar="DIR", help="Folder of the suites.")
     add("--data-dir", default="", metavar="DIR", help="Folder of data files.")
@@ -74,6 +82,7 @@ def _request(config: pytest.Config) -> RunRequest:
         limit=get("--limit"),
         shard=get("--shard"),
         durations=get("--durations-file"),
+        recorded=get("--record-durations"),
         results=get("--results"),
         data_dir=get("--data-dir"),
         baselines=get("--baselines"),
@@ -165,11 +174,18 @@ class Plugin:
         if self._verdicts:
             command = shlex.join(["pytest", *sys.argv[1:]])
             seconds = time.monotonic() - self._began
-            config.stash[_FOLDER].finish(list(self._verdicts.values()), command, seconds)
+            verdicts = list(self._verdicts.values())
+            config.stash[_FOLDER].finish(verdicts, command, seconds)
+            record_durations(_request(config), verdicts)
         if exitstatus not in _REPLACED:
             return
         if self._verdicts:
-            session.exitstatus = exit_code(list(self._verdicts.values()))
+            code = exit_code(list(self._verdicts.values()))
+            is_unexplained = exitstatus == pytest.ExitCode.TESTS_FAILED and code in _GREEN
+            # A test failed and no verdict says why: the suite itself is at fault.
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR if is_unexplained else code
+        elif exitstatus == pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
         elif config.getoption("--dry-run") or not prepared.jobs:
             session.exitstatus = EXIT_OK
 

@@ -21,6 +21,7 @@ from evalsuite.jobs import EvalJob, Selection, load_jobs
 from evalsuite.lists import configs_root
 from evalsuite.machine import Machine, detect_machine
 from evalsuite.pipeline import RunOptions
+from evalsuite.verdict import Status, Verdict
 
 # Where CI systems say what they test; asked before git, which may be absent or see a merge.
 _COMMIT_VARIABLES = ("EVALSUITE_COMMIT", "BUILDKITE_COMMIT", "GITHUB_SHA")
@@ -47,6 +48,7 @@ class RunRequest:
         executor: "local" or "ray".
         stops_at_failure: Leave the rest after the first FAIL or ERROR.
         grace_s: Seconds from TERM to KILL of a server.
+        recorded: File that this run's durations are added to, "" for none.
     """
 
     configs: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ class RunRequest:
     executor: str = "local"
     stops_at_failure: bool = False
     grace_s: float = 10.0
+    recorded: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `run.json`."""
@@ -188,6 +191,14 @@ def _files_of_job(name: str, root: str) -> list[str]:
         known = ", ".join(str(path.relative_to(folder).with_suffix("")) for path in found)
         raise ConfigError(f"{name!r} names several jobs: {known}")
     return [str(found[0])]
+
+
+def record_durations(request: RunRequest, verdicts: Sequence[Verdict]) -> None:
+    """Add the seconds of every decided job to the file that shards are cut by."""
+    decided = (Status.PASS, Status.FAIL, Status.INCONCLUSIVE)
+    measured = {v.job_id: v.duration_s for v in verdicts if v.status in decided}
+    if request.recorded and measured:
+        shards.record_durations(Path(request.recorded), measured)
 
 
 def commit_of(environ: Mapping[str, str]) -> str:

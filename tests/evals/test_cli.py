@@ -170,6 +170,19 @@ def test_shards_are_all_jobs_once_and_an_empty_one_is_no_failure(suite: Suite) -
     )
 
 
+def test_durations_are_recorded_and_cut_the_shards(suite: Suite) -> None:
+    suite.add("slow", suite.right() + " --delay-s 0.5", max_concurrency=30)
+    suite.add("quick", suite.right(), num_questions=3)
+    suite.add("broken", "--exit-code 1")
+    recorded = suite.folder / "durations.json"
+    assert suite.run(*RUN, "--record-durations", str(recorded)).returncode == 75
+    seconds = json.loads(recorded.read_text())
+    assert set(seconds) == {"s/slow", "s/quick"}
+    recorded.write_text('{"s/slow": 100, "s/quick": 1, "s/broken": 1}')
+    listed = suite.run(*RUN, "--durations", str(recorded), "--shard", "1/2", "--dry-run").stdout
+    assert [line.split(":")[0] for line in listed.splitlines()] == ["s/slow"]
+
+
 def test_dry_run_shows_the_command_and_starts_nothing(suite: Suite) -> None:
     pids = suite.folder / "pids"
     suite.add("job", f"--pids-file {pids}", env={"HF_TOKEN": "hf_secret_value"})

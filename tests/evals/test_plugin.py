@@ -82,6 +82,14 @@ def test_exit_codes_without_a_low_score(suite: Suite) -> None:
     assert run_pytest(suite, "-k", "nobody").returncode == 5
 
 
+def test_a_fault_of_the_suite_itself_is_never_green(suite: Suite) -> None:
+    suite.add("right", suite.right())
+    suite.results.write_text("a file where the folder should be")
+    done = run_pytest(suite)
+    assert "FileExistsError" in done.stdout or "NotADirectoryError" in done.stdout
+    assert done.returncode == 3
+
+
 def test_usage_errors_come_first_all_at_once(suite: Suite) -> None:
     pids = suite.folder / "pids"
     suite.add("right", f"--pids-file {pids}")
