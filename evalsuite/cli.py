@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import typer
 
-from evalsuite import __version__, cli_ci, cli_run
+from evalsuite import __version__, cli_ci, cli_gate, cli_run
 from evalsuite.errors import ConfigError, EvalsuiteError
 from evalsuite.names import suggestion
 from evalsuite.verdict import EXIT_INFRASTRUCTURE, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
@@ -147,6 +147,7 @@ def doctor() -> int:
 
 
 cli_run.add_commands(app)
+cli_gate.add_commands(app)
 app.add_typer(cli_ci.app, name="ci")
 
 

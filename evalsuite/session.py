@@ -100,8 +100,15 @@ class Prepared:
     machine: Machine = field(default_factory=Machine)
 
 
-def prepare(request: RunRequest, environ: Mapping[str, str]) -> Prepared:
+def prepare(
+    request: RunRequest, environ: Mapping[str, str], *, has_checks: bool = True
+) -> Prepared:
     """Find the jobs of a request and check everything that needs no server.
+
+    Args:
+        request: What is asked for.
+        environ: The suite's environment.
+        has_checks: Whether data, engines' flags and baselines are checked too.
 
     Raises:
         ConfigError: With every fault of every list, file and option; an empty selection too.
@@ -141,7 +148,8 @@ def prepare(request: RunRequest, environ: Mapping[str, str]) -> Prepared:
             1, sum(job.config.gate.name == "paired" and not job.skip_reason for job in jobs)
         ),
     )
-    pipeline.check(jobs, options)
+    if has_checks:
+        pipeline.check(jobs, options)
     return Prepared(tuple(jobs), options, tuple(problems), len(found.jobs), machine)
 
 
