@@ -117,12 +117,11 @@ def load(paths: Sequence[Path]) -> list[Contender]:
 def _labelled(contenders: list[Contender]) -> list[Contender]:
     """Job id where it is enough, run and job id where one job was run several times."""
     ids = [one.verdict.job_id for one in contenders]
-    runs = [one.run for one in contenders]
     labels = []
     for one in contenders:
         job = one.verdict.job_id
         label = job if ids.count(job) == 1 else f"{one.run}: {job}"
-        labels.append(one.run if len(set(ids)) == 1 and runs.count(one.run) == 1 else label)
+        labels.append(one.run if len(set(ids)) == 1 else label)
     return [
         replace(one, label=label if labels.count(label) == 1 else f"{label} #{number}")
         for number, (one, label) in enumerate(zip(contenders, labels, strict=True), start=1)
@@ -187,7 +186,7 @@ def _pair(first: Contender, second: Contender, metric: str) -> Pair:
     return Pair(
         first=first.label,
         second=second.label,
-        difference=-there.drop,
+        difference=-there.drop + 0.0,  # no negative zero
         stderr=there.stderr,
         p_value=min(1.0, 2 * min(there.p_value, back.p_value)),
         p_holm=1.0,

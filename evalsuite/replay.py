@@ -37,6 +37,8 @@ class ReplayLimits:
         max_spread: Root mean square shift per token that passes where the baseline's own noise
             is unknown, in nats; None for no such limit.
         noise_factor: Where it is known, the spread may be this many times the noise.
+        min_spread: Root mean square shift per token that always passes, in nats: what summing
+            float32 in another order does, and the digits a baseline keeps (1e-5).
         min_aligned: Share of questions that must have the same tokens on both sides.
     """
 
@@ -44,6 +46,7 @@ class ReplayLimits:
     max_mean_shift: float = 0.002
     max_spread: float | None = None
     noise_factor: float = 2.0
+    min_spread: float = 1e-4
     min_aligned: float = 0.95
 
 
@@ -122,7 +125,7 @@ def compare_logprobs(
     spreads = {index: rms(shift) for index, shift in pairs.items()}
     p_mean = sign_flip_monte_carlo(clipped([x - limits.max_mean_shift for x in means.values()]))
     allowed = {
-        index: limits.noise_factor * noise[index]
+        index: max(limits.min_spread, limits.noise_factor * noise[index])
         if noise is not None and index in noise
         else limits.max_spread
         for index in pairs

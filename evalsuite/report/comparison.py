@@ -6,7 +6,8 @@ Receives `Comparison`s; the first table has the form lm-eval prints. The numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +28,19 @@ PAIR_HEADER = (
 SHOWN_FLIPS = 5
 
 
-def score_rows(comparison: Comparison) -> list[list[str]]:
-    """Rows of the first table."""
+def letters(comparison: Comparison) -> dict[str, str]:
+    """Label -> a letter that stands for it where columns are narrow."""
+    labels = [one.label for one in comparison.contenders]
+    names = string.ascii_uppercase if len(labels) <= 26 else [f"R{i}" for i in range(len(labels))]
+    return dict(zip(labels, names, strict=False))
+
+
+def score_rows(comparison: Comparison, names: Mapping[str, str] | None = None) -> list[list[str]]:
+    """Rows of the first table; `names` replaces the contenders' labels."""
     return [
         [
             one.result.task,
-            one.label,
+            (names or {}).get(one.label, one.label),
             score.metric + (" *" if score.metric == comparison.metric else ""),
             one.num_fewshot,
             "exact_match",
@@ -46,13 +54,13 @@ def score_rows(comparison: Comparison) -> list[list[str]]:
     ]
 
 
-def pair_rows(comparison: Comparison) -> list[list[str]]:
-    """Rows of the second table."""
+def pair_rows(comparison: Comparison, names: Mapping[str, str] | None = None) -> list[list[str]]:
+    """Rows of the second table; `names` replaces the contenders' labels."""
     return [
         [
-            pair.first,
-            pair.second,
-            f"{100 * pair.difference:+.2f}",
+            (names or {}).get(pair.first, pair.first),
+            (names or {}).get(pair.second, pair.second),
+            f"{100 * pair.difference + 0.0:+.2f}",
             f"{100 * pair.stderr:.2f}",
             f"{pair.p_value:.4g}",
             f"{pair.p_holm:.4g}",
@@ -95,8 +103,11 @@ def print_comparison(comparisons: Sequence[Comparison], console: Console | None 
     console = console or Console()
     for comparison in comparisons:
         console.print(Text(visible(comparison.title), style="bold"))
-        console.print(_rich(SCORE_HEADER, score_rows(comparison)))
-        console.print(_rich(PAIR_HEADER, pair_rows(comparison)))
+        names = letters(comparison)
+        for label, letter in names.items():
+            console.print(Text(f"{letter} = {visible(label)}"))
+        console.print(_rich(SCORE_HEADER, score_rows(comparison, names)))
+        console.print(_rich(PAIR_HEADER, pair_rows(comparison, names)))
         for pair in comparison.pairs:
             if not pair.flips:
                 continue
@@ -106,7 +117,7 @@ def print_comparison(comparisons: Sequence[Comparison], console: Console | None 
                 for flip in shown
             ]
             console.print(Text(f"first {len(shown)} of {len(pair.flips)} flips"))
-            console.print(_rich(("question", "gold", pair.first, pair.second), rows))
+            console.print(_rich(("question", "gold", names[pair.first], names[pair.second]), rows))
 
 
 def _rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

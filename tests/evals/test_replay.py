@@ -126,6 +126,15 @@ def test_more_noise_without_a_shift_is_seen_against_the_builds_own() -> None:
     assert unknown.status is Status.FAIL
 
 
+def test_a_bit_equal_build_with_rounded_logprobs_passes() -> None:
+    rng = np.random.default_rng(4)
+    base = answers(rng)
+    rounded = {i: [round(x, 5) for x in row] for i, row in base.items()}
+    outcome = compare_logprobs(rounded, base, ReplayLimits(), dict.fromkeys(base, 0.0))
+    assert outcome.status is Status.PASS
+    assert 0 < outcome.spread < 1e-5
+
+
 def test_one_garbled_question_does_not_decide() -> None:
     rng = np.random.default_rng(3)
     base = answers(rng)
