@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # pydantic-core's JSON parser refuses deeper nesting itself; named here for the documentation.
-MAX_JSON_DEPTH = 200
+MAX_JSON_DEPTH = 201
 
 
 @dataclass(frozen=True)
