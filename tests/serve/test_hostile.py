@@ -31,7 +31,8 @@ PLAUSIBLE: dict[str, object] = {
 }  # fmt: skip
 ODD: tuple[object, ...] = (
     None, True, False, 0, 1, -1, 2, 10**9, 10**30, -(2**63), 2**64, 0.5, -0.0, 1e308, "", "a",
-    "é🙂", "\u0000", "x" * 5000, "{{ 1/0 }}", [], [[]], {}, [None], [True], ["a", 1], [[1], [2]], [-1],
+    "é🙂", "\u0000", "x" * 5000, "{{ 1/0 }}",
+    [], [[]], {}, [None], [True], ["a", 1], [[1], [2]], [-1],
     [10**12], [1.5], [0] * 3000, {"a": 1}, {"1": 1}, {"": {}}, {"type": "text"}, ["stop"] * 70,
     [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     [{"role": "tool", "content": "x"}], {"include_usage": True}, {"include_usage": "yes"},
