@@ -140,7 +140,7 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
             if score.metric == comparison.metric
         ]
         margins = [
-            (f"{pair.second} - {pair.first}", 100 * pair.difference, "skip")
+            (f"{pair.second} - {pair.first}", 100 * pair.difference, "")
             for pair in comparison.pairs
         ]
         sections.append(

@@ -92,14 +92,14 @@ def bars(rows: Sequence[tuple[str, float, str]], title: str, unit: str) -> Marku
     largest = max(1e-9, *(abs(value) for _, value, _ in rows))
     zero = LABEL + WIDTH / 2
     height = ROW * len(rows) + MARGIN
-    parts = [_open(LABEL + WIDTH + 80, height, title)]
+    parts = [_open(LABEL + WIDTH + 110, height, title)]
     for number, (label, value, css) in enumerate(rows):
         y = MARGIN / 2 + ROW * number
         length = abs(value) / largest * WIDTH / 2
         start = zero if value >= 0 else zero - length
         parts.append(
             f'<text class="label" x="{LABEL - 8}" y="{y + 12}">{escape(_short(label))}</text>'
-            f'<rect class="{escape(css)}" x="{start:.1f}" y="{y:.1f}" width="{length:.1f}" '
+            f'<rect class="block {escape(css)}" x="{start:.1f}" y="{y:.1f}" width="{length:.1f}" '
             f'height="14"/><text class="value" x="{zero + WIDTH / 2 + 6:.1f}" y="{y + 12}">'
             f"{value:+.2f} {escape(unit)}</text>"
         )
