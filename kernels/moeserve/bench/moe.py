@@ -124,13 +124,16 @@ def _tune(shape: LayerShape, tokens: list[int] | None, out: Path | None) -> None
     from moeserve.bench.tune import tune
 
     device = torch.cuda.get_device_name()
-    entries = tune(shape, tuple(tokens or TUNED_TOKENS))
     path = table_path(device, shape)
     path = out / path.name if out else path
     meta: dict[str, object] = {
         "device": device, "torch": torch.__version__, "command": "moeserve bench moe --tune",
     }  # fmt: skip
-    save_table(path, entries, meta)
+    tune(
+        shape,
+        tuple(tokens or TUNED_TOKENS),
+        keep=lambda entries: save_table(path, entries, meta),
+    )
     print(f"wrote {path}")
 
 

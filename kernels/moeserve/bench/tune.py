@@ -16,6 +16,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
 import torch
+import triton
+from triton.runtime.errors import TritonError
 
 from moeserve.bench.timing import event_time_us, graph_time_us
 from moeserve.moe.tuning import LayerShape, LayerTiles
@@ -185,7 +187,7 @@ def _compile_in_worker(work: tuple[str, Tile | GemvTile, LayerShape]) -> str:
     try:
         run_candidate(which, tile, shape, _worker_data[shape], 0)
         torch.cuda.synchronize()
-    except RuntimeError as error:  # out of resources, or a tile the compiler refuses
+    except (RuntimeError, triton.CompilationError, TritonError) as error:  # does not fit
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
@@ -232,6 +234,7 @@ def tune(
     *,
     num_workers: int = 14,
     report: Callable[[str], None] = print,
+    keep: Callable[[dict[int, LayerTiles]], None] = lambda entries: None,
 ) -> dict[int, LayerTiles]:
     """Measure one shape on the current device.
 
@@ -240,6 +243,7 @@ def tune(
         tokens: Token counts of the table.
         num_workers: Compiling processes; each holds a copy of the weights.
         report: Receives a line for each token count.
+        keep: Receives the table so far after each token count, so that a run cut short is not lost.
 
     Returns:
         Token count -> the fastest tiles.
@@ -258,7 +262,11 @@ def tune(
     report(f"{shape.key}: {len(usable)} of {len(set(work))} candidates compiled in "
            f"{time.monotonic() - start:.0f} s")  # fmt: skip
     weights = make_weights(shape, torch.bfloat16)
-    return {T: _tune_one(shape, T, rows[T], is_tiny[T], usable, weights, report) for T in tokens}
+    entries: dict[int, LayerTiles] = {}
+    for T in tokens:
+        entries[T] = _tune_one(shape, T, rows[T], is_tiny[T], usable, weights, report)
+        keep(entries)
+    return entries
 
 
 def _tune_one(

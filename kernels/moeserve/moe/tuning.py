@@ -75,7 +75,9 @@ def save_table(path: Path, entries: dict[int, LayerTiles], meta: dict[str, objec
 def choose(table: dict[int, LayerTiles], shape: LayerShape, num_tokens: int) -> LayerTiles:
     """Tiles for a forward of `num_tokens` tokens: the nearest measured count, else the default."""
     if table:
-        nearest = min(table, key=lambda t: abs(math.log2(t) - math.log2(max(num_tokens, 1))))
+        # Between two counts the larger one's tiles: too large a tile costs less than too small.
+        wanted = math.log2(max(num_tokens, 1))
+        nearest = min(table, key=lambda t: (round(abs(math.log2(t) - wanted), 6), -t))
         # The gemv path reads an expert once for each of its slots, so it never serves more
         # tokens than it was measured for.
         if isinstance(table[nearest].gate_up, GemvTile) and num_tokens > nearest:

@@ -69,7 +69,7 @@ def moe_gate_up_gemv_kernel(
                 g = tl.load(base + kk[None, :], mask=is_in, other=0.0)
             gate += g.to(tl.float32) * x
             if IS_GATED:
-                u_ptr = base + I.to(tl.int64) * H + kk[None, :]
+                u_ptr = base + tl.cast(I, tl.int64) * H + kk[None, :]
                 u = tl.load(u_ptr) if EVEN else tl.load(u_ptr, mask=is_in, other=0.0)
                 up += u.to(tl.float32) * x
         g_sum = tl.sum(gate, 1)

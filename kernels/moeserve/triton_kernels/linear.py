@@ -1,0 +1,87 @@
+"""Dense projections with one tile for every T, so that a row's bits do not depend on the batch.
+
+Receives x [T, K] and a weight [N, K]; returns [T, N]. float32 sums in ascending K blocks, no
+split-K. A library picks another algorithm for another T; this is what deterministic mode uses in
+its place. The tile depends on N alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, T, N, K, stride_x,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """BM rows by BN columns; GROUP row blocks run side by side, so weights stay in L2."""
+    num_m = tl.cdiv(T, BM)
+    num_n = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    width = GROUP * num_n
+    group = (pid // width) * GROUP
+    size = tl.minimum(num_m - group, GROUP)
+    row = (group + (pid % width) % size) * BM + tl.arange(0, BM)
+    col = ((pid % width) // size) * BN + tl.arange(0, BN)
+    # Rows and columns past the end read the last valid one; their results are not stored.
+    x_row = x_ptr + tl.minimum(row, T - 1).to(tl.int64)[:, None] * stride_x
+    w_row = w_ptr + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K
+    acc = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, K, BK):
+        k = (first + tl.arange(0, BK))[None, :]
+        if EVEN_K:
+            x = tl.load(x_row + k)
+            w = tl.load(w_row + k)
+        else:
+            x = tl.load(x_row + k, mask=k < K, other=0.0)
+            w = tl.load(w_row + k, mask=k < K, other=0.0)
+        if UPCAST:
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + row.to(tl.int64)[:, None] * N + col[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(row < T)[:, None] & (col < N)[None, :],
+    )
+
+
+def linear_fixed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias.
+
+    Args:
+        x: [T, K], rows may be strided.
+        weight: [N, K] contiguous.
+        bias: [N].
+        out: [T, N] contiguous, allocated where absent.
+
+    Returns:
+        [T, N] in x's dtype.
+    """
+    T, K = x.shape
+    N = weight.shape[0]
+    if out is None:
+        out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    if T == 0:
+        return out
+    # Few columns (a router's gate) need small tiles to reach more than a handful of programs.
+    BM, BN, BK, warps, stages = (16, 16, 128, 2, 4) if N <= 512 else (64, 64, 128, 4, 3)
+    if x.element_size() > 2:
+        BK //= 2
+    linear_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN),)](
+        x, weight, bias if bias is not None else x, out, T, N, K, x.stride(0),
+        BM=BM, BN=BN, BK=BK, GROUP=8, EVEN_K=K % BK == 0, HAS_BIAS=bias is not None,
+        UPCAST=not x.is_cuda, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

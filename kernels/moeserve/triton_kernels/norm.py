@@ -1,0 +1,102 @@
+"""Residual add with root-mean-square norm, and the embedding look-up that starts a step.
+
+Receives rows [T, H]; `add_norm` updates the residual stream in place and returns the normalised
+rows, `embed` turns token ids into rows. Sums are float32 in one fixed order a row, so a row's bits
+do not depend on the batch. The torch form for CPUs is `layers/norm.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, stride_x, H, eps,
+    BLOCK: tl.constexpr, HAS_ADD: tl.constexpr,
+):  # fmt: skip
+    """One row: residual += x (where HAS_ADD), out = residual / rms * weight."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    is_in = col < H
+    value = tl.load(x_ptr + row * stride_x + col, mask=is_in, other=0.0).to(tl.float32)
+    if HAS_ADD:
+        value += tl.load(residual_ptr + row * H + col, mask=is_in, other=0.0).to(tl.float32)
+        # The stream is kept in the model's dtype, and the norm sees what is kept.
+        kept = value.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * H + col, kept, mask=is_in)
+        value = kept.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
+    weight = tl.load(weight_ptr + col, mask=is_in, other=0.0).to(tl.float32)
+    out = value * scale * weight
+    tl.store(out_ptr + row * H + col, out.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def embed_kernel(ids_ptr, last_ptr, table_ptr, out_ptr, V, H, BLOCK: tl.constexpr):
+    """One row of the table; id -1 - r stands for the token that row r of `last` holds."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids_ptr + row).to(tl.int32)
+    pending = tl.load(last_ptr + tl.where(token < 0, -1 - token, 0)).to(tl.int32)
+    token = tl.where(token < 0, pending, token)
+    # A row of padding may hold anything; it must not read outside the table.
+    token = tl.minimum(tl.maximum(token, 0), V - 1)
+    col = tl.arange(0, BLOCK)
+    value = tl.load(table_ptr + token.to(tl.int64) * H + col, mask=col < H, other=0.0)
+    tl.store(out_ptr + row * H + col, value, mask=col < H)
+
+
+def add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise rows, after adding them to the residual stream.
+
+    Args:
+        x: [T, H]; rows may be strided.
+        residual: [T, H] contiguous, receives `residual + x`; None normalises x alone.
+        weight: [H].
+        eps: Added to the mean square.
+
+    Returns:
+        [T, H] in x's dtype.
+    """
+    T, H = x.shape
+    out = torch.empty(T, H, dtype=x.dtype, device=x.device)
+    if T:
+        block = triton.next_power_of_2(H)
+        add_norm_kernel[(T,)](
+            x, residual if residual is not None else x, weight, out, x.stride(0), H, eps,
+            BLOCK=block, HAS_ADD=residual is not None, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return out
+
+
+def embed(ids: torch.Tensor, last_tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Look up rows.
+
+    Args:
+        ids: [T] int32 or int64; -1 - r means `last_tokens[r]`, a token not yet known to the host.
+        last_tokens: [max_num_seqs] int32.
+        table: [V, H].
+
+    Returns:
+        [T, H].
+    """
+    T, (V, H) = ids.shape[0], table.shape
+    out = torch.empty(T, H, dtype=table.dtype, device=table.device)
+    if T:
+        block = triton.next_power_of_2(H)
+        embed_kernel[(T,)](
+            ids, last_tokens, table, out, V, H, BLOCK=block, num_warps=_num_warps(block)
+        )
+    return out
+
+
+def _num_warps(block: int) -> int:
+    """Sixteen values a thread, two loads of 16 bytes in bfloat16."""
+    return min(8, max(1, block // 512))
