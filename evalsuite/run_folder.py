@@ -24,6 +24,7 @@ from evalsuite.errors import ConfigError
 from evalsuite.files import file_stem, write_text
 from evalsuite.ledger import LedgerRecord, read_ledger
 from evalsuite.report import RunMeta, write_all
+from evalsuite.report.history import load_history
 from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
 from evalsuite.verdict import Status, Verdict
 
@@ -98,6 +99,7 @@ class RunFolder:
             version=__version__,
             host=socket.gethostname(),
             duration_s=duration_s,
+            history=load_history(self.path.parent, self.path.name),
         )
         ledgers = {verdict.job_id: self.records(verdict.job_id) for verdict in verdicts}
         write_all(self.path, verdicts, ledgers, meta)
