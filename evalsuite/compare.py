@@ -14,9 +14,8 @@ from pathlib import Path
 
 from evalsuite.errors import ConfigError
 from evalsuite.evaluators.base import EvalResult
-from evalsuite.flips import flips_between
+from evalsuite.flips import Flip, flips_between
 from evalsuite.ledger import LedgerRecord
-from evalsuite.report import Flip
 from evalsuite.report.json_report import ledger_name, read, read_questions
 from evalsuite.stats.paired import repeats_test
 from evalsuite.stats.proportion import wilson_interval

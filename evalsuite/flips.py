@@ -7,10 +7,33 @@ question flipped is `replay.py`; how flips are shown is `report/`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from evalsuite.baseline import Baseline
 from evalsuite.ledger import LedgerRecord
-from evalsuite.report import Flip
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One question that two runs answered with different outcomes.
+
+    Attributes:
+        index: Question index.
+        target: Gold answer.
+        was_right: Outcome in the first run (the baseline).
+        is_right: Outcome in the second run.
+        before: Reply of the first run, "" where it was not kept.
+        after: Reply of the second run.
+        note: Why, where known ("near-tie: margin 0.02").
+    """
+
+    index: int
+    target: str
+    was_right: bool
+    is_right: bool
+    before: str = ""
+    after: str = ""
+    note: str = ""
 
 
 def flips_between(

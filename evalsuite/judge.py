@@ -8,7 +8,7 @@ remarks beside a verdict `remarks.py`, the types `verdict.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from evalsuite.baseline import BaselinePair, differences, identity_of
 from evalsuite.config import Calibration
@@ -16,6 +16,7 @@ from evalsuite.early_end import DECIDED
 from evalsuite.errors import ServerError
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence, contradiction
+from evalsuite.flips import flips_from_baseline
 from evalsuite.gates.absolute import Floor, statistical_gate, threshold_gate
 from evalsuite.gates.base import Counts, GateOutcome
 from evalsuite.gates.equal import equal_gate
@@ -29,6 +30,9 @@ from evalsuite.verdict import Status, Verdict
 # Beyond this share of missing answers the job is an ERROR whatever the bounds say: so many
 # failures are a fault of the run, and the answers that did arrive are a biased sample.
 MAX_FAILED_SHARE = 0.02
+
+# Flips kept in a verdict with both replies; the ledger and the baseline have them all.
+MAX_FLIPS = 200
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,10 @@ def judge(
             verdict, status=Status.ERROR, reason=outcome.reason, log_tail=context.log_tail
         )
     decided = _with_numbers(verdict, job, result, outcome)
+    if baseline is not None and records:
+        flips = flips_from_baseline(baseline.current, records, result.metric)
+        shown = [asdict(flip) for flip in flips[:MAX_FLIPS]]
+        decided = replace(decided, detail={**decided.detail, "flips": shown})
     return replace(decided, warnings=remarks(decided, job.config, records, baseline))
 
 

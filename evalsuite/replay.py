@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from evalsuite.errors import EvalError
+from evalsuite.flips import Flip
 from evalsuite.replay_client import Scored
-from evalsuite.report import Flip
 from evalsuite.stats.paired import sign_flip_monte_carlo
 from evalsuite.verdict import Status
 

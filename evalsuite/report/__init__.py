@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evalsuite.flips import Flip
 from evalsuite.ledger import LedgerRecord
 from evalsuite.verdict import Verdict
 
@@ -29,7 +30,7 @@ class RunMeta:
         host: Host name, "" to leave it out.
         duration_s: Wall time of the whole run.
         history: Job id -> earlier (run id, accuracy), oldest first, for the trend plot.
-        flips: Job id -> questions whose outcome differs from the baseline.
+        flips: Job id -> flips to show in place of the verdict's own (explained by a replay).
     """
 
     run_id: str = ""
@@ -40,29 +41,6 @@ class RunMeta:
     duration_s: float = 0.0
     history: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
     flips: Mapping[str, Sequence[Flip]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Flip:
-    """One question that two runs answered with different outcomes.
-
-    Attributes:
-        index: Question index.
-        target: Gold answer.
-        was_right: Outcome in the first run (the baseline).
-        is_right: Outcome in the second run.
-        before: Reply of the first run, "" where it was not kept.
-        after: Reply of the second run.
-        note: Why, where known ("near-tie: margin 0.02").
-    """
-
-    index: int
-    target: str
-    was_right: bool
-    is_right: bool
-    before: str = ""
-    after: str = ""
-    note: str = ""
 
 
 def write_all(

@@ -15,6 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from evalsuite.files import write_text
+from evalsuite.flips import Flip
 from evalsuite.ledger import LedgerRecord
 from evalsuite.report import svg
 from evalsuite.report.markdown import HEADER, summary_line, verdict_cells
@@ -48,8 +49,14 @@ def style_sheet() -> Markup:
     return Markup(resources.files("evalsuite.report").joinpath("page.css").read_text("utf-8"))
 
 
+def flips_of(verdict: Verdict) -> list[Flip]:
+    """Flips against the baseline that `judge.py` put into the verdict's detail."""
+    found = verdict.detail.get("flips")
+    return [Flip(**one) for one in found] if isinstance(found, list) else []
+
+
 def _job(verdict: Verdict, records: Sequence[LedgerRecord], meta: RunMeta) -> dict[str, Any]:
-    flips = list(meta.flips.get(verdict.job_id, ()))
+    flips = list(meta.flips.get(verdict.job_id, ())) or flips_of(verdict)
     metric = verdict.result.metric if verdict.result else ""
     wrong = [r for r in records if r.repeat == 0 and r.scores.get(metric) != "correct"]
     history = list(meta.history.get(verdict.job_id, ()))

@@ -10,6 +10,7 @@ from fake_server import Action, FakeServer, Request
 
 from evalsuite.client import RetryPolicy
 from evalsuite.errors import EvalError
+from evalsuite.flips import Flip
 from evalsuite.replay import (
     ReplayLimits,
     clipped,
@@ -19,7 +20,6 @@ from evalsuite.replay import (
     noise_between,
 )
 from evalsuite.replay_client import ReplayServer, Scored, answer_part, score
-from evalsuite.report import Flip
 from evalsuite.verdict import Status
 
 Logprobs = dict[int, list[float]]

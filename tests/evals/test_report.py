@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -18,8 +19,10 @@ from verdict_helpers import make_job, make_record, make_result
 
 from evalsuite.errors import ConfigError, ServerError
 from evalsuite.evidence import BackendEvidence
+from evalsuite.flips import Flip
 from evalsuite.judge import RunContext, judge
-from evalsuite.report import Flip, RunMeta, html, json_report, junit, markdown, write_all
+from evalsuite.report import RunMeta, html, json_report, junit, markdown, write_all
+from evalsuite.report.history import load_history
 from evalsuite.report.terminal import print_verdicts
 from evalsuite.verdict import Status, Verdict
 
@@ -189,6 +192,31 @@ def test_html_page_is_self_contained_and_complete() -> None:
         assert text in page
     assert "{{7*7}}" in page
     assert "url(" not in page
+
+
+def test_history_is_read_from_the_runs_themselves(tmp_path: Path) -> None:
+    first = judge(make_job(), make_result(1190, 1319), BackendEvidence())
+    error = judge(make_job(), None, BackendEvidence(), error=ServerError("died"))
+    for number, verdict in enumerate([first, error, first]):
+        write_all(tmp_path / f"run-{number}", [verdict], {}, RunMeta(f"run-{number}"))
+        os.utime(tmp_path / f"run-{number}" / "results.json", (number, number))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "results.json").write_text("{")
+    assert load_history(tmp_path, "run-9") == {
+        "suite/job": [("run-0", 1190 / 1319), ("run-2", 1190 / 1319)]
+    }
+    assert load_history(tmp_path, "run-2") == {"suite/job": [("run-0", 1190 / 1319)]}
+
+
+def test_flips_of_a_verdict_are_shown() -> None:
+    flip = {
+        "index": 7, "target": "18", "was_right": True, "is_right": False,
+        "before": "so 18", "after": "so 17", "note": "",
+    }  # fmt: skip
+    verdict = Verdict("suite/job", Status.FAIL, "drop", gate="paired", detail={"flips": [flip]})
+    page = html.render([verdict], {}, META)
+    assert "so 18" in page
+    assert "so 17" in page
 
 
 def test_markdown_names_what_failed() -> None:

@@ -196,6 +196,13 @@ def test_paired_gate_through_judge() -> None:
     assert lost.p_value == pytest.approx(2**-12)
     assert (lost.alpha, lost.power) == (0.05, 0.8)
     assert lost.detectable_drop is not None
+    records = [make_record(i, "17", right=12 <= i < 360) for i in range(400)]
+    shown = judge(
+        job, with_outcomes(set(range(12, 360)), 400), NOTHING, baseline=base, records=records
+    ).detail["flips"]
+    assert isinstance(shown, list)
+    assert [flip["index"] for flip in shown] == list(range(12))
+    assert (shown[0]["before"], shown[0]["after"]) == ("18", "17")
     same = judge(job, with_outcomes(set(range(360)), 400), NOTHING, baseline=base)
     assert same.status is Status.PASS
     assert judge(job, with_outcomes(set(), 400), NOTHING).status is Status.ERROR
