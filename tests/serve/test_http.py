@@ -20,8 +20,9 @@ from fake_engine import (
     service_for,
 )
 
-from moeserve.engine.client import EngineInfo
+from moeserve.engine.client import EngineInfo, EngineStats
 from moeserve.engine.request import Request
+from moeserve.errors import Unsupported
 from moeserve.server.limits import Limits
 from moeserve.server.service import Service
 
@@ -462,3 +463,21 @@ def test_request_reaches_the_engine_as_asked() -> None:
     assert sampling.logit_bias == {65: 5.0, 66: -100.0}
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ((1, 2), True)
     assert (sampling.num_logprobs, sampling.num_prompt_logprobs) == (3, None)
+
+
+def test_what_goes_wrong_inside_is_an_error_in_the_usual_form() -> None:
+    class Broken(FakeEngine):
+        async def profile(self) -> dict[str, object]:
+            raise Unsupported("no profiler here")
+
+        def stats(self) -> EngineStats:
+            raise ZeroDivisionError("a fault of the server's own")
+
+    with live_server(service_for(Broken(), TOKENIZER)) as url:
+        known = httpx.get(f"{url}/v1/evidence")
+        assert (known.status_code, known.json()["error"]["message"]) == (500, "no profiler here")
+        unknown = httpx.get(f"{url}/metrics")
+        assert unknown.status_code == 500
+        assert "log" in unknown.json()["error"]["message"]
+        assert "ZeroDivision" not in unknown.text
+        assert post(url, prompt="a").status_code == 200

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from moeserve import __version__
-from moeserve.errors import BadRequest
+from moeserve.errors import BadRequest, MoeserveError
 from moeserve.server import generate
 from moeserve.server.fields import check_token_id
 from moeserve.server.http_guard import App, Guard, HttpError
@@ -85,6 +85,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         assert isinstance(error, BadRequest)
         return answer(HttpError(400, str(error), error.param))
 
+    async def on_refusal(_: Request, error: Exception) -> Response:
+        return answer(HttpError(500, str(error)))
+
+    async def on_fault(_: Request, error: Exception) -> Response:
+        # Logged and counted by the guard, to which the framework passes it on.
+        fault = HttpError(500, "internal error; see the server's log")
+        return JSONResponse(fault.body(), fault.status)
+
     async def on_no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
@@ -97,6 +105,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     app.add_exception_handler(HttpError, on_http_error)
     app.add_exception_handler(BadRequest, on_bad_request)
+    app.add_exception_handler(MoeserveError, on_refusal)
+    app.add_exception_handler(Exception, on_fault)
     app.add_exception_handler(HTTPException, on_no_route)
     app.add_exception_handler(generate.ClientGoneError, on_gone)
 

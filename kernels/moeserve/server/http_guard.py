@@ -121,11 +121,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        has_started = False
+        has_started = has_ended = False
 
         async def watched_send(message: Message) -> None:
-            nonlocal has_started
+            nonlocal has_started, has_ended
             has_started = True
+            is_body = message["type"] == "http.response.body"
+            has_ended = is_body and not message.get("more_body", False)
             await send(message)
 
         try:
@@ -141,6 +143,8 @@ class Guard:
         else:
             return
         self._on_error(failure.status)
+        if has_ended:  # the framework has answered before it passed the exception on
+            return
         if has_started:
             # Too late for a status; a cut reply must not look whole.
             raise ConnectionAbortedError(failure.message)

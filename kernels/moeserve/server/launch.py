@@ -9,6 +9,7 @@ server with status 1.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -198,6 +199,9 @@ class _Launcher:
         context = ModelContext(engine.info, tokenizer, config.limits, sampling_defaults_of(config))
         template = chat_template_of(config, tokenizer)
         chat = ChatTemplate(template, tokenizer.names, config.limits)
+        # What is loaded stays; collections need not walk it again.
+        gc.collect()
+        gc.freeze()
         self._service.ready(engine, context, chat)
         logger.info(
             "ready after %.1f s: %s, context %d tokens, %d KV pages of %d tokens",
