@@ -97,7 +97,7 @@ class TokenEvent:
     Attributes:
         request_id: Which request.
         token_ids: Generated since the last event; empty for a pure finish.
-        logprobs: One for each token where asked for, then one for the stop token where one ended it.
+        logprobs: One for each token where asked for, then one for `stop_token_id` where set.
         prompt_logprobs: Sent once, with the first event; entry 0 is None.
         finish_reason: Set on the last event only.
         error: Text for ERROR.

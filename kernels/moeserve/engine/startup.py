@@ -7,7 +7,6 @@ the scheduler. Every "auto" and every 0 is decided here, once.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +26,9 @@ CPU_CACHE_BYTES = 1 << 30
 # Below this many hidden values in a step, one CPU thread is faster: the step is many products of
 # microseconds each, and a second thread costs more to wake than it saves (measured at H = 128).
 MIN_WORK_FOR_THREADS = 512 * 128
+
+# torch's own default: the cores of this machine, or what OMP_NUM_THREADS says.
+_ALL_THREADS = torch.get_num_threads()
 
 
 @dataclass
@@ -119,7 +121,10 @@ def _model_source(config: EngineConfig) -> str:
     if Path(config.model).is_dir() or config.load_format == "dummy":
         return config.model
     if config.model.lower() in (tiny.MODEL_NAME.lower(), tiny.MODEL_NAME.split("/")[-1]):
-        return str(tiny.model_dir())
+        try:
+            return str(tiny.model_dir())
+        except FileNotFoundError as error:
+            raise UsageError(str(error)) from None
     if presets.is_preset(config.model):
         raise UsageError(
             f"model {config.model!r}: only its shape is known here; give its folder, or "
@@ -153,7 +158,7 @@ def _threads(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Cpu
     if config.num_threads:
         return CpuThreads(spec.hidden_size, config.num_threads, config.num_threads)
     # With a GPU the CPU only prepares steps.
-    most = 1 if device.type != "cpu" else len(os.sched_getaffinity(0))
+    most = 1 if device.type != "cpu" else _ALL_THREADS
     return CpuThreads(spec.hidden_size, most, 1)
 
 

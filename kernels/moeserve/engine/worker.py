@@ -34,8 +34,10 @@ def main(fd: int, started_at: float) -> None:
         fd: Inherited end of the socket pair.
         started_at: `time.time()` at which the API process began to start this one.
     """
-    # Ctrl-C reaches the whole foreground group; the API process decides what it means.
+    # Both reach the whole process group; the API process lets requests finish and then ends this
+    # one through the socket, which also closes when the API process is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s engine: %(message)s")
     sock = socket.socket(fileno=fd)
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -103,23 +103,26 @@ def _raw_config(model: str) -> tuple[Keys, str]:
     if not folder.is_dir():
         return presets.preset_config(model), model
     path = folder / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{folder}: no config.json; is this a Hugging Face model folder?")
+    keys = _json_object(path)
+    extra = folder / "generation_config.json"
+    if extra.is_file():
+        # The generation file's end-of-text ids are the ones that really end a reply.
+        eos = _json_object(extra).get("eos_token_id")
+        if eos is not None:
+            keys["eos_token_id"] = eos
+    return keys, str(path)
+
+
+def _json_object(path: Path) -> dict[str, object]:
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{folder}: no config.json; is this a Hugging Face model folder?"
-        ) from None
     except ValueError as error:
         raise UsageError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(keys, dict):
         raise UsageError(f"{path}: expected an object, got {type(keys).__name__}")
-    extra = folder / "generation_config.json"
-    if extra.is_file():
-        # The generation file's end-of-text ids are the ones that really end a reply.
-        eos = json.loads(extra.read_text(encoding="utf-8")).get("eos_token_id")
-        if eos is not None:
-            keys["eos_token_id"] = eos
-    return keys, str(path)
+    return keys
 
 
 def parse_model_spec(keys: Keys, source: str) -> ModelSpec:
