@@ -1,6 +1,7 @@
 """The command line of `moeserve serve` as data: one row a flag.
 
-`args.py` parses with it; `help.py` prints `--help` and the table of `docs/server.md` from it. Defaults are not here: each row names the dataclass field that holds its default.
+`args.py` parses with it; `help.py` prints `--help` and the table of `docs/server.md` from it.
+Defaults are not here: each row names the dataclass field that holds its default.
 """
 
 from __future__ import annotations
@@ -204,7 +205,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--header-timeout-s", "limits.header_timeout_s", "float", "Time for headers.", low=0.1),
     Flag("--max-headers", "limits.max_headers", "int", "Header lines.", low=8),
     Flag("--max-header-bytes", "limits.max_header_bytes", "int", "Bytes of headers.", low=1024),
-    Flag("--max-prompts", "limits.max_prompts", "int", "Prompts in one request.", low=1),
+    Flag(
+        "--max-prompts",
+        "limits.max_prompts",
+        "int",
+        "Prompts, or chat messages, in one request.",
+        low=1,
+    ),
     Flag("--max-n", "limits.max_n", "int", "Choices a prompt.", low=1),
     Flag("--max-best-of", "limits.max_best_of", "int", "Candidates a prompt.", low=1),
     Flag(
@@ -215,6 +222,13 @@ FLAGS: tuple[Flag, ...] = (
         low=1,
     ),
     Flag("--max-logprobs", "limits.max_logprobs", "int", "Alternatives a position.", low=0),
+    Flag(
+        "--max-logprob-entries",
+        "limits.max_logprob_entries",
+        "int",
+        "Log-probabilities in one reply.",
+        low=1,
+    ),
     Flag("--max-stop", "limits.max_stop", "int", "Stop strings of a request.", low=1),
     Flag("--max-stop-chars", "limits.max_stop_chars", "int", "Characters of a stop string.", low=1),
     Flag("--max-logit-bias", "limits.max_logit_bias", "int", "Entries of logit_bias.", low=1),

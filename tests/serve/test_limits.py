@@ -253,3 +253,21 @@ def test_bytes_that_are_not_http(url: str) -> None:
     assert statuses(raw(url, b"GET /health\r\n\r\n")) == [400]
     negative = raw(url, HEAD + b"content-length: -5\r\n\r\n")
     assert statuses(negative) == [400]
+
+
+def test_log_probabilities_that_would_fill_the_memory(url: str) -> None:
+    reply = post(url, prompt=["a"] * 100, n=40, logprobs=20, max_tokens=4000)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_millions_of_ids_and_thousands_of_messages(url: str) -> None:
+    start = time.monotonic()
+    ids = httpx.post(
+        f"{url}/v1/completions", content=b'{"prompt":[' + b"5," * 400_000 + b"5]}", timeout=20
+    )
+    assert "400001" in ids.json()["error"]["message"]
+    message = b'{"role":"user","content":"a"}'
+    body = b'{"messages":[' + (message + b",") * 20_000 + message + b"]}"
+    chat = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=20)
+    assert (chat.status_code, chat.json()["error"]["param"]) == (400, "messages")
+    assert time.monotonic() - start < 2.0

@@ -20,6 +20,7 @@ from moeserve.errors import BadRequest, MoeserveError
 from moeserve.server import generate
 from moeserve.server.fields import check_token_id
 from moeserve.server.http_guard import App, Guard, HttpError
+from moeserve.server.params import ModelContext
 from moeserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from moeserve.server.service import Service
 from moeserve.server.tokenizer import Tokenizer
@@ -185,11 +186,16 @@ async def _detokenize(request: Request, service: Service) -> Response:
     service.check_model(body.model)
     if not isinstance(body.tokens, list):
         raise BadRequest("tokens: want an array of token ids", "tokens")
-    vocab = service.context.info.vocab_size
-    for token_id in body.tokens:
-        check_token_id(token_id, vocab, "tokens")
-    text = service.context.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+    # In a thread: a body can hold millions.
+    text = await asyncio.to_thread(
+        _checked_text, body.tokens, service.context, bool(body.skip_special_tokens)
+    )
     return JSONResponse({"prompt": text})
+
+
+def _checked_text(ids: list[object], context: ModelContext, skips_special: bool) -> str:
+    checked = [check_token_id(token_id, context.info.vocab_size, "tokens") for token_id in ids]
+    return context.tokenizer.decode(checked, skips_special)
 
 
 async def _tokenizer_info(_: Request, service: Service) -> Response:

@@ -91,11 +91,12 @@ def read_logit_bias(given: object, vocab_size: int, limits: Limits) -> dict[int,
     return bias
 
 
-def check_token_id(token_id: object, vocab_size: int, name: str) -> None:
-    """Raise `BadRequest` unless this is an id of the vocabulary."""
+def check_token_id(token_id: object, vocab_size: int, name: str) -> int:
+    """Return an id of the vocabulary, or raise `BadRequest`."""
     if type(token_id) is not int:
         raise BadRequest(f"{name}: want token ids, got {shorten(token_id)}", name)
     if not 0 <= token_id < vocab_size:
         raise BadRequest(
             f"{name}: token id {shorten(token_id)} is outside the vocabulary of {vocab_size}", name
         )
+    return token_id

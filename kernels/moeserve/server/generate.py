@@ -43,6 +43,8 @@ from moeserve.server.service import Service
 
 logger = logging.getLogger("moeserve.server")
 Result = TypeVar("Result")
+# Replies of more tokens are put together in a thread, so that others are served meanwhile.
+_INLINE_TOKENS = 20_000
 
 
 class ClientGoneError(Exception):
@@ -85,7 +87,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
 
 async def chat_ids(body: ChatBody | TokenizeBody, service: Service) -> list[int]:
     """Return the ids of a conversation after the model's template."""
-    messages = read_messages(body.messages)
+    messages = read_messages(body.messages, service.config.limits.max_prompts)
     kwargs = body.chat_template_kwargs
     template = body.chat_template
     if isinstance(kwargs, dict) and "chat_template" in kwargs:
@@ -136,6 +138,7 @@ async def _answer(
     request_id = ("chatcmpl-" if is_chat else "cmpl-") + (job.name or unique)
     # The engine's name for it stays unique where a client uses one name twice.
     choices = plan_choices(job, prompts, service.context, unique)
+    _check_size(choices, service.config.limits.max_logprob_entries)
     reply = Reply(request_id, model, job, service.context.tokenizer, is_chat)
     service.admit(num_sequences)
     if job.is_streamed:
@@ -146,8 +149,36 @@ async def _answer(
             await _unless_gone(work, request.receive)
         except EngineFailedError as failure:
             raise _http_error(failure) from None
-    raw = _dumps(reply.whole(best(choices, job), choices))
+    num_tokens = sum(len(choice.token_ids) + len(choice.prompt.ids) for choice in choices)
+    if num_tokens < _INLINE_TOKENS:
+        raw = _whole(reply, choices)
+    else:
+        raw = await asyncio.to_thread(_whole, reply, choices)
     return Response(raw, media_type="application/json")
+
+
+def _whole(reply: Reply, choices: list[Choice]) -> bytes:
+    return _dumps(reply.whole(best(choices, reply.job), choices))
+
+
+def _check_size(choices: list[Choice], most: int) -> None:
+    """Refuse log-probabilities whose reply would fill the memory.
+
+    Raises:
+        BadRequest: More entries than allowed.
+    """
+    num_entries = 0
+    for choice in choices:
+        sampling = choice.request.sampling
+        if sampling.num_logprobs is not None:
+            num_entries += sampling.max_tokens * (sampling.num_logprobs + 1)
+        if sampling.num_prompt_logprobs is not None:
+            num_entries += len(choice.prompt.ids) * (sampling.num_prompt_logprobs + 1)
+    if num_entries > most:
+        raise BadRequest(
+            f"logprobs: {num_entries} log-probabilities were asked for, at most {most} are given",
+            "logprobs",
+        )
 
 
 def _dumps(value: object) -> bytes:

@@ -159,6 +159,8 @@ class _Launcher:
         life = asyncio.create_task(self._live())
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait({http, life, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if http.done() and not self._stop.is_set():
+            self._fail(f"the HTTP side ended: {http.exception()}")
         await self._shut_down(life, http)
         stopped.cancel()
         logger.info("ended with status %d", self._exit_status)
@@ -170,6 +172,11 @@ class _Launcher:
             await self._load()
         except (MoeserveError, OSError, ValueError) as error:
             self._fail(f"the model could not be loaded: {error}")
+            return
+        except Exception:
+            # The process boundary: a fault of this package's own must still end with status 1.
+            logger.exception("a fault while loading")
+            self._fail("the model could not be loaded")
             return
         # The engine is another process: its death is seen by asking, not by an event.
         while self._engine is not None and self._engine.is_alive():  # noqa: ASYNC110

@@ -22,11 +22,12 @@ class Limits:
         header_timeout_s: A request line with its headers must be complete after this long.
         max_headers: More header lines get 431.
         max_header_bytes: More bytes of headers get 431.
-        max_prompts: Prompts in one request.
+        max_prompts: Prompts, or chat messages, in one request.
         max_n: Choices a prompt.
         max_best_of: Candidates a prompt.
         max_sequences: Prompts times candidates of one request.
         max_logprobs: Alternatives a position, for `logprobs`, `top_logprobs`, `prompt_logprobs`.
+        max_logprob_entries: Log-probabilities in one reply: positions times alternatives and one.
         max_stop: Stop strings, and stop token ids, of one request.
         max_stop_chars: Characters of one stop string.
         max_logit_bias: Entries of `logit_bias`.
@@ -45,6 +46,7 @@ class Limits:
     max_best_of: int = 128
     max_sequences: int = 4096
     max_logprobs: int = 20
+    max_logprob_entries: int = 2_000_000
     max_stop: int = 64
     max_stop_chars: int = 1024
     max_logit_bias: int = 1024

@@ -33,7 +33,8 @@ async def read_prompts(
     Raises:
         BadRequest: Not one of the four forms, empty, mixed, too many, or an id out of range.
     """
-    raw = _split(given, context)
+    longest = context.info.max_model_len if truncate is None else None
+    raw = _split(given, context, longest)
     prompts = []
     for item in raw:
         if isinstance(item, str):
@@ -68,7 +69,7 @@ async def encode(text: str, context: ModelContext, adds_special: bool) -> list[i
     return await asyncio.to_thread(tokenizer.encode, text, adds_special)
 
 
-def _split(given: object, context: ModelContext) -> list[Any]:
+def _split(given: object, context: ModelContext, longest: int | None) -> list[Any]:
     """Bring the four forms to a list of texts and lists of checked ids."""
     if isinstance(given, str):
         return [given]
@@ -77,7 +78,7 @@ def _split(given: object, context: ModelContext) -> list[Any]:
     if not given:
         raise BadRequest("prompt: an empty array; want at least one prompt", "prompt")
     if type(given[0]) is int:
-        _check_ids(given, context)
+        _check_ids(given, context, longest)
         return [given]
     most = context.limits.max_prompts
     if len(given) > most:
@@ -87,13 +88,19 @@ def _split(given: object, context: ModelContext) -> list[Any]:
         if type(item) is not kind or kind not in (str, list):
             raise BadRequest(f"prompt: want {_WANT}, got {shorten(item)} in an array", "prompt")
         if kind is list:
-            _check_ids(item, context)
+            _check_ids(item, context, longest)
     return given
 
 
-def _check_ids(ids: list[Any], context: ModelContext) -> None:
+def _check_ids(ids: list[Any], context: ModelContext, longest: int | None) -> None:
     if not ids:
         raise BadRequest("prompt: an empty array of token ids", "prompt")
+    if longest is not None and len(ids) > longest:  # before millions of ids are looked at
+        raise BadRequest(
+            f"This model's maximum context length is {longest} tokens, but the prompt alone has "
+            f"{len(ids)}",
+            "prompt",
+        )
     vocab = context.info.vocab_size
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab:
@@ -111,14 +118,16 @@ def _truncated(prompt: Prompt, keep: int, max_model_len: int) -> Prompt:
     return Prompt(prompt.ids[-keep:])
 
 
-def read_messages(given: object) -> list[dict[str, object]]:
+def read_messages(given: object, most: int) -> list[dict[str, object]]:
     """Return chat messages with text contents.
 
     Raises:
-        BadRequest: Not a non-empty array of messages, or a part that is not text.
+        BadRequest: Not a non-empty array of at most `most` messages, or a part that is not text.
     """
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: want a non-empty array", "messages")
+    if len(given) > most:
+        raise BadRequest(f"messages: at most {most}, got {len(given)}", "messages")
     return [_message(item, place) for place, item in enumerate(given)]
 
 
