@@ -92,8 +92,12 @@ def test_what_the_user_must_mend_is_exit_4(
 
 @pytest.mark.parametrize(
     "signals",
-    [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,), (signal.SIGKILL,)],
-    ids=["int", "int-twice", "term", "kill"],
+    [
+        pytest.param((signal.SIGINT,), id="int", marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGINT), id="int-twice"),
+        pytest.param((signal.SIGTERM,), id="term"),
+        pytest.param((signal.SIGKILL,), id="kill", marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_run_leaves_nothing_and_resumes_to_the_same_verdict(
     suite: Suite, signals: tuple[int, ...]
