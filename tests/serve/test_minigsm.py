@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from moeserve.tiny import minigsm
 from moeserve.tiny.checkpoint import load_model, save_model
 from moeserve.tiny.corpus import CorpusSpec, batches, few_shot_prefix, make_batch, prompt_of
-from moeserve.tiny.evaluate import greedy_replies, is_right, last_number
+from moeserve.tiny.decode import greedy_replies
+from moeserve.tiny.evaluate import is_right, last_number
 from moeserve.tiny.export import export_best, rank
 from moeserve.tiny.model import Layer, MoE, Routing, TinyConfig, TinyMoE
 from moeserve.tiny.tokenizer import END_OF_TEXT_ID, train_tokenizer
@@ -307,7 +308,7 @@ def test_a_few_steps_lower_the_loss_the_same_way_twice(tokenizer: Tokenizer) -> 
 def test_batched_greedy_equals_one_by_one_without_cache(
     model: TinyMoE, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeserve.tiny.evaluate.MAX_NEW_TOKENS", 8)
+    monkeypatch.setattr("moeserve.tiny.decode.MAX_NEW_TOKENS", 8)
     shots, asked = minigsm.generate("train", 2, 0), minigsm.generate("test", 4, 0)
     replies = greedy_replies(model, tokenizer, shots, asked)
     for row, example in enumerate(asked):

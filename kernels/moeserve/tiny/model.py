@@ -1,9 +1,8 @@
 """The Qwen3-MoE architecture in plain torch, for training the embedded model.
 
 Receives token ids; returns logits and, for the trainer, the load-balancing loss and the routing
-of each layer. Weights are stored expert by expert side by side, so that all experts of a layer
-are one matrix product on a GPU. Files are written by `checkpoint`; serving is the business of
-`moeserve.models.qwen3_moe`, which shares no code with this file and is compared with it in tests.
+of each layer. Experts lie side by side, so that a layer is one product on a GPU. Files are written
+by `checkpoint`; serving is `moeserve.models.qwen3_moe`, which shares no code with this file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DENSE_TOKENS_ON_CPU = 8
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Shapes, named by the house letters in comments. Defaults give 6.9 M parameters."""
+    """Shapes, named by the house letters in comments. Defaults give 6.83 M parameters."""
 
     vocab_size: int = 1024  # V
     hidden_size: int = 128  # H, a multiple of 128 because real grouped GEMMs ask for it
@@ -42,7 +41,7 @@ class Routing:
 
     Attributes:
         balance_losses: one scalar a layer; 1.0 is perfect balance.
-        topk_ids: one [T, K] int64 tensor a layer.
+        topk_ids: one [T, K] int64 a layer.
     """
 
     balance_losses: list[Tensor] = field(default_factory=list)
@@ -57,11 +56,14 @@ class KVCache:
         keys: per layer [B, num_kv_heads, S, head_dim].
         values: the same shape.
         length: tokens filled so far, the same for each sequence.
+        shared: a full cache of one sequence that comes before each of these; it is read once for
+            the whole batch. None where the sequences share nothing.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     length: int = 0
+    shared: KVCache | None = None
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values behind the filled part and return all of them."""
@@ -103,6 +105,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
 
 
+def attend_behind(
+    shared: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> Tensor:
+    """Attention over a prefix that all sequences share and each one's own keys.
+
+    Args:
+        shared: keys and values [num_kv_heads, P, head_dim]; every query sees all of them.
+        query: [B, num_heads, T, head_dim], the shape of the result.
+        key: [B, num_kv_heads, S, head_dim], as `value`.
+        value: see `key`.
+        mask: [B, 1, T, S] bool, over the own keys.
+    """
+    num_seqs, num_heads, num_tokens, size = query.shape
+    kv_heads, prefix = shared[0].shape[0], shared[0].shape[1]
+    groups = num_heads // kv_heads
+    grouped = (query * size**-0.5).reshape(num_seqs, kv_heads, groups * num_tokens, size)
+    # One product for the whole batch: [num_kv_heads, B * groups * T, P].
+    folded = grouped.transpose(0, 1).reshape(kv_heads, -1, size)
+    first = (folded @ shared[0].mT).view(kv_heads, num_seqs, groups * num_tokens, prefix)
+    own = (grouped @ key.mT).view(num_seqs, kv_heads, groups, num_tokens, -1)
+    own = own.masked_fill(~mask[:, :, None], -torch.inf).flatten(2, 3)
+    probs = torch.cat((first.transpose(0, 1), own), dim=-1).float().softmax(-1).to(query.dtype)
+    folded = probs[..., :prefix].transpose(0, 1).reshape(kv_heads, -1, prefix)
+    out = (folded @ shared[1]).view(kv_heads, num_seqs, -1, size).transpose(0, 1)
+    return (out + probs[..., prefix:] @ value).reshape(query.shape)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with a norm on each head's queries and keys."""
 
@@ -129,11 +158,15 @@ class Attention(nn.Module):
         value = self.v_proj(x).view(shape).transpose(1, 2)
         if cache is not None:
             key, value = cache.append(self.layer, key, value)
-        groups = self.config.num_heads // self.config.num_kv_heads
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-        out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None
-        )
+        if cache is not None and cache.shared is not None and mask is not None:
+            shared = (cache.shared.keys[self.layer][0], cache.shared.values[self.layer][0])
+            out = attend_behind(shared, query, key, value, mask)
+        else:
+            groups = self.config.num_heads // self.config.num_kv_heads
+            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+            out = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None
+            )
         result: Tensor = self.o_proj(out.transpose(1, 2).reshape(num_seqs, num_tokens, -1))
         return result
 
@@ -202,7 +235,7 @@ class Layer(nn.Module):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, layer)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.moe = MoE(config)
+        self.moe: nn.Module = MoE(config)
 
     def forward(
         self,
