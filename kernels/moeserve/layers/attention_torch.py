@@ -238,18 +238,24 @@ class TorchPagedAttention:
     def _with_shared(
         self, scores: Tensor, values: Tensor, queries: Tensor, shared: Tensor
     ) -> Tensor:
-        """One softmax over the shared prefix and each sequence's own part."""
-        kv_heads, num_slots, D = self.shape.num_kv_heads, shared.shape[1], shared.shape[2]
+        """Attention over the shared prefix and over each sequence's own part, merged exactly.
+
+        The two softmaxes are joined by their log-sum-exp, so the prefix's scores, most of them
+        all, are never written out.
+        """
+        kv_heads, D = self.shape.num_kv_heads, queries.shape[2]
         group = queries.shape[1]
         by_head = queries.view(-1, kv_heads, group, D).transpose(0, 1).reshape(kv_heads, -1, D)
-        prefix = torch.bmm(by_head, shared[:kv_heads].transpose(1, 2))
-        prefix = prefix.view(kv_heads, -1, group, num_slots).transpose(0, 1)
-        own = scores.view(-1, kv_heads, group, scores.shape[2])
-        weights = torch.cat((prefix, own), dim=-1).softmax(-1)
-        by_head = weights[..., :num_slots].transpose(0, 1).reshape(kv_heads, -1, num_slots)
-        out = torch.bmm(by_head, shared[kv_heads:]).view(kv_heads, -1, group, D).transpose(0, 1)
-        own_weights = weights.view(-1, group, weights.shape[3])[..., num_slots:]
-        return out.reshape(-1, group, D) + torch.bmm(own_weights, values)
+        # The one torch operator for CPUs that returns the log-sum-exp beside the output.
+        prefix, prefix_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            by_head.unsqueeze(0), shared[None, :kv_heads], shared[None, kv_heads:], scale=1.0
+        )
+        own = torch.bmm(scores.softmax(-1), values)
+        own_lse = scores.float().logsumexp(-1).view(-1, kv_heads, group)
+        share = (prefix_lse.view(kv_heads, -1, group).transpose(0, 1) - own_lse).sigmoid()
+        prefix = prefix.view(kv_heads, -1, group, D).transpose(0, 1)
+        merged = torch.lerp(own.view(prefix.shape), prefix, share.to(own.dtype).unsqueeze(-1))
+        return merged.reshape(queries.shape)
 
     def _prefill(self, q: Tensor, cache: Tensor, chunk: PrefillPlan) -> Tensor:
         """A prompt chunk: q [rows, num_heads, D] -> [rows, num_heads * D]."""
