@@ -220,5 +220,6 @@ def _print_end(verdicts: Sequence[Verdict], folder: RunFolder) -> None:
 
     # A log is no narrow terminal: lines must not be folded at 80 columns.
     console = Console()
-    print_verdicts(verdicts, console if console.is_terminal else Console(width=160))
+    if verdicts:
+        print_verdicts(verdicts, console if console.is_terminal else Console(width=160))
     print(f"results: {folder.path}")

@@ -59,10 +59,10 @@ def test_starts_serves_and_leaves_nothing(tmp_path: Path, port_args: tuple[str, 
 
 @pytest.mark.parametrize("code", [1, 0, 7])
 def test_death_at_start_names_code_and_last_lines(tmp_path: Path, code: int) -> None:
-    began = time.monotonic()
     with pytest.raises(ServerError) as caught:
         start(spec("--say", "no such weights", "--exit-code", str(code)), settings(tmp_path))
-    assert time.monotonic() - began < 2.0
+    # Counted from the server's last words, 0.3 s before its end: a busy machine starts it late.
+    assert time.time() - (tmp_path / "server.log").stat().st_mtime < 2.0
     assert caught.value.exit_code == code
     assert caught.value.log_tail == ["no such weights"]
     assert str(STUB) in caught.value.command
