@@ -95,7 +95,8 @@ def _root_for(paths: Sequence[str], root: str | None) -> Path:
 def _explain(name: str, paths: Sequence[str], root: Path, overrides: dict[str, str]) -> int:
     from evalsuite.explain import explain, find_jobs
 
-    found, problems = find_jobs(name, paths, root, overrides)
+    machine = detect_machine(environ=os.environ)
+    found, problems = find_jobs(name, paths, root, overrides, machine)
     print_problems(problems, is_verbose=True)
     print("\n\n".join("\n".join(explain(job, sources)) for job, sources in found))
     return EXIT_OK

@@ -5,7 +5,6 @@ Receives a job with its sources and pools; returns lines of text. Nothing is sta
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from evalsuite.gates.absolute import Floor, false_alarm_rate
 from evalsuite.hardware import load_hardware
 from evalsuite.jobs import EvalJob, make_job
 from evalsuite.lists import hardware_file, suite_name
-from evalsuite.machine import detect_machine, skip_reason
+from evalsuite.machine import Machine, skip_reason
 from evalsuite.masking import MASK, mask_command, mask_env
 from evalsuite.names import closest
 from evalsuite.stats.proportion import binomial_se, normal_quantile
@@ -166,7 +165,7 @@ def _value(config: EvalConfig, key: str) -> str:
 
 
 def find_jobs(
-    name: str, paths: Sequence[str], root: Path, overrides: Mapping[str, str]
+    name: str, paths: Sequence[str], root: Path, overrides: Mapping[str, str], machine: Machine
 ) -> tuple[list[tuple[EvalJob, dict[str, str]]], list[Problem]]:
     """Jobs of this id, file name or stem in what the paths name, each once per pool.
 
@@ -178,7 +177,6 @@ def find_jobs(
     """
     read = survey(paths, root, overrides=overrides)
     hardware = load_hardware(hardware_file(root))
-    machine = detect_machine(environ=os.environ)
     places = [
         (entry.path, found.suite, hardware.pool_of_list(found.path.name))
         for found in read.lists

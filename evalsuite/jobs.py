@@ -7,7 +7,6 @@ jobs with every fault of every file found at once. How jobs are split between ma
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from evalsuite.errors import ConfigError, Problem
 from evalsuite.hardware import Hardware, Pool, load_hardware
 from evalsuite.layout import Layout, layout_of
 from evalsuite.lists import ConfigList, Entry, configs_root, hardware_file, resolve_lists
-from evalsuite.machine import Machine, detect_machine, skip_reason
+from evalsuite.machine import Machine, skip_reason
 
 __all__ = ["EvalJob", "JobSet", "Layout", "Selection", "load_jobs", "make_job"]
 
@@ -81,19 +80,18 @@ class Selection:
     only: tuple[str, ...] = ()
 
 
-def load_jobs(selection: Selection, machine: Machine | None = None) -> JobSet:
+def load_jobs(selection: Selection, machine: Machine) -> JobSet:
     """Read everything a selection names.
 
     Args:
         selection: What to read.
-        machine: This machine, None to ask it.
+        machine: This machine, from `detect_machine`.
 
     Raises:
         ConfigError: With every fault of every list and file.
     """
     root = selection.root or configs_root()
     hardware = load_hardware(hardware_file(root))
-    machine = machine or detect_machine(environ=os.environ)
     forced = _forced_pool(selection.pool, hardware)
     lists: list[ConfigList] = []
     problems: list[Problem] = []
