@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeserve.moe.backends.common import activate, linear_by_tiles
+from moeserve.layers.linear import fixed_projection
+from moeserve.moe.backends.common import (
+    activate,
+    activate_exactly,
+    linear_by_tiles,
+    sigmoid_exactly,
+)
 from moeserve.moe.dispatch import Workspace
 from moeserve.moe.oracle import convert_to_unquantized_kernel_format, make_unquantized_moe_kernel
 from moeserve.moe.spec import MoESpec, MoEWeights, Plan
@@ -53,9 +59,7 @@ class MoELayer(nn.Module):
         self.padding_rows = 0
         self._weights: MoEWeights | None = None
         self._versions = (0, 0)
-        is_tiled = spec.is_deterministic and spec.platform == "cpu"
-        self._linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-        self._linear = linear_by_tiles if is_tiled else F.linear
+        self._linear = _linear_for(spec)
         self._make_parameters(torch.device(device))
 
     def _make_parameters(self, device: torch.device) -> None:
@@ -140,8 +144,21 @@ class MoELayer(nn.Module):
         """The shared expert's output, this rank's part of it; None without one."""
         if self.shared_w13_weight is None or self.shared_w2_weight is None:
             return None
-        h = activate(self._linear(x, self.shared_w13_weight), self.spec.activation)
+        is_exact = self.spec.is_deterministic
+        h = self._linear(x, self.shared_w13_weight)
+        h = (activate_exactly if is_exact else activate)(h, self.spec.activation)
         y = self._linear(h, self.shared_w2_weight)
         if self.shared_gate_weight is not None:
-            y = y * torch.sigmoid(self._linear(x, self.shared_gate_weight))
+            gate = self._linear(x, self.shared_gate_weight)
+            y = y * (sigmoid_exactly if is_exact else torch.sigmoid)(gate)
         return y
+
+
+def _linear_for(spec: MoESpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The product of gate and shared expert: the library's, or one whose bits ignore T."""
+    if not spec.is_deterministic:
+        return F.linear
+    if spec.platform == "cpu":
+        return linear_by_tiles
+    fixed = fixed_projection()
+    return lambda x, weight: fixed(x, weight, None, None)

@@ -47,12 +47,12 @@ def route(
         logits = sanitise(logits)
     if routing.weight_on_input:
         values, ids = _top_k(logits, 1)
-        weights = values.sigmoid()
+        weights = _sigmoid(values)
     elif bias is None and routing.num_groups == 1:
         values, ids = _top_k(logits, routing.top_k)
         weights = _scores_of_chosen(values, ids, logits, routing)
     else:
-        scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if routing.scoring == "softmax" else _sigmoid(logits)
         ids = _select(scores, logits, routing, bias)
         weights = _renormalise(scores.gather(1, ids), routing)
     if routing.scaling_factor != 1.0:
@@ -102,10 +102,19 @@ def _scores_of_chosen(
     to one value would no longer tell a small logit from a masked one.
     """
     if routing.scoring == "sigmoid":
-        return _renormalise(values.sigmoid(), routing)
+        return _renormalise(_sigmoid(values), routing)
     if routing.is_renormalized:
         return values.softmax(-1)  # the sum over all E cancels
     return logits.softmax(-1).gather(1, ids)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Sigmoid by float64: in float32 on a CPU a row's bits depend on its place in the batch.
+
+    The last elements of a tensor take another path through exp() than the others there, and a
+    clean row has to keep its bits whatever stands beside it.
+    """
+    return x.double().sigmoid().float()
 
 
 def _renormalise(weights: torch.Tensor, routing: RoutingSpec) -> torch.Tensor:

@@ -26,6 +26,21 @@ def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def activate_exactly(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activate` whose elements do not depend on their place in the tensor.
+
+    On a CPU, exp() of the last few elements of a chunk takes another path than that of the others,
+    and rounds otherwise; which they are depends on the batch. In float64 the difference is too
+    small to be seen after rounding back.
+    """
+    return activate(h.double(), activation).to(h.dtype)
+
+
+def sigmoid_exactly(x: torch.Tensor) -> torch.Tensor:
+    """Sigmoid whose elements do not depend on their place; see `activate_exactly`."""
+    return torch.sigmoid(x.double()).to(x.dtype)
+
+
 class SortedSlots(NamedTuple):
     """The T·K slots by expert.
 
@@ -72,7 +87,11 @@ def combine(
         return slots
     num_tokens, top_k = topk_weights.shape
     weighted = slots.view(num_tokens, top_k, -1) * topk_weights.unsqueeze(-1)
-    return weighted.sum(1).to(y.dtype)
+    total = weighted[:, 0]
+    for slot in range(1, top_k):
+        # One after another: `sum` may add in another order for another number of rows.
+        total = total + weighted[:, slot]
+    return total.to(y.dtype)
 
 
 # Deterministic mode on a CPU: every product has exactly this many rows, so that the library takes

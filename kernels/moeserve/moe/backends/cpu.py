@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from moeserve.moe.backends.base import Backend, Routed, Traits
-from moeserve.moe.backends.common import activate, combine, linear_by_tiles
+from moeserve.moe.backends.common import activate, activate_exactly, combine, linear_by_tiles
 from moeserve.moe.spec import MoESpec, MoEWeights
 
 # Up to this many slots, matrix-vector products one by one beat sorting. Measured on one and two
@@ -104,7 +104,7 @@ def _by_expert(spec: MoESpec, x: torch.Tensor, routed: Routed, weights: MoEWeigh
         experts, torch.split(rows, sizes), torch.split(h, sizes), strict=True
     ):
         product(part, w13[expert], out=out)
-    h = activate(h, spec.activation)
+    h = (activate_exactly if spec.is_deterministic else activate)(h, spec.activation)
     y = x.new_empty(len(order), x.shape[1])
     y[num_rows:] = 0.0
     for expert, part, out in zip(
