@@ -26,8 +26,8 @@ DURATIONS_FILE = "durations.json"
 RESULTS = "results"
 # What a run of this repository installs; torch and the libraries of a GPU image are kept.
 _EXTRAS = {"nvidia": "server,cuda,lm-eval", "amd": "server,lm-eval"}
-# Tasks whose questions are not in the package, and the data set that `evalsuite data` fetches.
-_DATA_OF_TASK = {"gsm8k": "gsm8k", "gsm8k_cot": "gsm8k"}
+# What `evalsuite data get` fetches; a task that reads one of them bears its name in front.
+_DATA_SETS = ("gsm8k",)
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,9 @@ def _setup(jobs: Sequence[EvalJob], pool: Pool, request: PlanRequest) -> tuple[s
         f".venv/bin/python -m pip install -q -c constraints.txt -e '.[{extras}]'",
         'export PATH="$PWD/.venv/bin:$PATH"',
     )
-    data = {_DATA_OF_TASK[job.config.task] for job in jobs if job.config.task in _DATA_OF_TASK}
-    return (*(request.setup or own), *(f"evalsuite data get {name}" for name in sorted(data)))
+    tasks = {job.config.task for job in jobs}
+    data = [name for name in _DATA_SETS if any(task.startswith(name) for task in tasks)]
+    return (*(request.setup or own), *(f"evalsuite data get {name}" for name in data))
 
 
 def _concurrency(pool: Pool) -> int | None:
