@@ -85,24 +85,7 @@ def judge(
         context: Commit, hardware, durations.
     """
     context = context or RunContext()
-    config = job.config
-    verdict = Verdict(
-        job_id=job.id,
-        status=Status.SKIP,
-        reason=job.skip_reason,
-        gate=config.gate.name,
-        result=result,
-        threshold=config.accuracy_threshold,
-        tolerance=config.tolerance,
-        floor=round(config.effective_floor, 12),
-        evidence=evidence,
-        reproduce=context.reproduce,
-        commit=context.commit,
-        hardware=context.hardware,
-        engine=context.engine,
-        duration_s=context.duration_s,
-        startup_s=context.startup_s,
-    )
+    verdict = _undecided(job, result, evidence, context)
     if job.skip_reason:
         return verdict
     problem = _problem(job, result, evidence, error)
@@ -124,6 +107,30 @@ def judge(
         shown = [asdict(flip) for flip in flips[:MAX_FLIPS]]
         decided = replace(decided, detail={**decided.detail, "flips": shown})
     return replace(decided, warnings=remarks(decided, job.config, records, baseline))
+
+
+def _undecided(
+    job: EvalJob, result: EvalResult | None, evidence: BackendEvidence, context: RunContext
+) -> Verdict:
+    """Everything that does not depend on the outcome; a SKIP until it is replaced."""
+    config = job.config
+    return Verdict(
+        job_id=job.id,
+        status=Status.SKIP,
+        reason=job.skip_reason,
+        gate=config.gate.name,
+        result=result,
+        threshold=config.accuracy_threshold,
+        tolerance=config.tolerance,
+        floor=round(config.effective_floor, 12),
+        evidence=evidence,
+        reproduce=context.reproduce,
+        commit=context.commit,
+        hardware=context.hardware,
+        engine=context.engine,
+        duration_s=context.duration_s,
+        startup_s=context.startup_s,
+    )
 
 
 def _problem(

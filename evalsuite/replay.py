@@ -124,13 +124,7 @@ def compare_logprobs(
     means = {index: math.fsum(shift) / len(shift) for index, shift in pairs.items()}
     spreads = {index: rms(shift) for index, shift in pairs.items()}
     p_mean = sign_flip_monte_carlo(clipped([x - limits.max_mean_shift for x in means.values()]))
-    allowed = {
-        index: max(limits.min_spread, limits.noise_factor * noise[index])
-        if noise is not None and index in noise
-        else limits.max_spread
-        for index in pairs
-    }
-    excess = [spreads[index] - limit for index, limit in allowed.items() if limit is not None]
+    excess = _excess(spreads, limits, noise)
     p_spread = sign_flip_monte_carlo(clipped(excess)) if excess else None
     outcome = ReplayOutcome(
         Status.PASS,
@@ -154,6 +148,20 @@ def compare_logprobs(
         f"{limits.alpha / tests:.4g} each"
     )
     return replace(outcome, status=Status.FAIL if is_shown else Status.PASS, reason=reason)
+
+
+def _excess(
+    spreads: Mapping[int, float], limits: ReplayLimits, noise: Mapping[int, float] | None
+) -> list[float]:
+    """Spread above what passes, for the questions that have a limit."""
+    excess = []
+    for index, spread in spreads.items():
+        limit = limits.max_spread
+        if noise is not None and index in noise:
+            limit = max(limits.min_spread, limits.noise_factor * noise[index])
+        if limit is not None:
+            excess.append(spread - limit)
+    return excess
 
 
 def noise_between(

@@ -97,12 +97,12 @@ def test_planned_repeats_sample() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.005, 0.035, 0.1])
+@pytest.mark.parametrize("noise", [0.005, 0.1])
 @pytest.mark.parametrize("baseline_repeats", [1, 4])
 def test_planned_repeats_keep_their_rate(noise: float, baseline_repeats: int) -> None:
     plan = PairedPlan(alpha=0.05, power=0.8, max_repeats=4)
-    found = plan_rates(Cell(0.0, noise, 1319), plan, baseline_repeats, draws=1500, seed=7)
-    assert found.fail_rate <= 0.05 + SIGMAS * np.sqrt(0.05 * 0.95 / 1500)
+    found = plan_rates(Cell(0.0, noise, 1319), plan, baseline_repeats, draws=400, seed=7)
+    assert found.fail_rate <= 0.05 + SIGMAS * np.sqrt(0.05 * 0.95 / 400)
 
 
 def test_upper_rate_is_clopper_pearson() -> None:
