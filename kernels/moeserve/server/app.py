@@ -43,9 +43,10 @@ def build_app(service: Service) -> App:
             endpoint,
             methods=[method],
             response_model=None,
+            response_class=Response,
             name=f"{method} {path}",
             operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_')}",
-            openapi_extra=_schema(body) if body else None,
+            openapi_extra=_schema(path, body),
         )
 
     route("/v1/completions", "POST", generate.completions, CompletionBody)
@@ -67,9 +68,27 @@ def build_app(service: Service) -> App:
     return Guard(app, config.limits, config.api_keys, service.metrics.failed)
 
 
-def _schema(body: type[BaseModel]) -> dict[str, Any]:
-    schema = body.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def _schema(path: str, body: type[BaseModel] | None) -> dict[str, Any]:
+    """What `/openapi.json` says beyond the path; bodies are read by hand in `generate.py`."""
+    extra: dict[str, Any] = {}
+    if body is not None:
+        schema = body.model_json_schema()
+        required = {CompletionBody: "prompt", ChatBody: "messages", DetokenizeBody: "tokens"}
+        schema["required"] = [required[body]] if body in required else []
+        content = {"application/json": {"schema": schema}}
+        extra["requestBody"] = {"required": True, "content": content}
+    if "{name" in path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        extra["parameters"] = [name]
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    content = {kind: {"schema": {}}}
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    extra["responses"] = {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "An error.", "content": {"application/json": {"schema": {}}}},
+    }
+    return extra
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:

@@ -11,7 +11,7 @@ import difflib
 from typing import Annotated, Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from moeserve.errors import BadRequest
 
@@ -24,6 +24,51 @@ Positive = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_STRING = {"type": "string", "minLength": 1}
+
+
+def _shape(*kinds: dict[str, Any]) -> WithJsonSchema:
+    """Documented shape of a field that is read by hand, for a better message and less work."""
+    return WithJsonSchema({"anyOf": [*kinds, {"type": "null"}]})
+
+
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [_STRING, _IDS, *({"type": "array", "items": kind} for kind in (_STRING, _IDS))]}
+    ),
+]
+MessagesField = Annotated[
+    Any,
+    _shape(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"role": _STRING, "content": {"type": "string"}},
+                "required": ["role", "content"],
+                "additionalProperties": False,
+            },
+        }
+    ),
+]
+TokenIds = Annotated[Any, _shape(_IDS)]
+Stops = Annotated[Any, _shape(_STRING, {"type": "array", "items": _STRING})]
+Bias = Annotated[
+    Any,
+    _shape(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+Flags = Annotated[Any, _shape({"type": "object", "additionalProperties": {"type": "boolean"}})]
+Variables = Annotated[Any, _shape({"type": "object"})]
+Template = Annotated[Any, _shape(_STRING)]
 
 # Fields of the field's clients that this server cannot honour: the values that ask for nothing,
 # and why any other is refused.
@@ -93,9 +138,9 @@ class SamplingBody(_Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Positive | None = None
-    logit_bias: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
+    logit_bias: Bias = None
+    stop: Stops = None
+    stop_token_ids: TokenIds = None
     include_stop_str_in_output: Bool | None = None
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
@@ -105,7 +150,7 @@ class SamplingBody(_Body):
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
     stream: Bool | None = None
-    stream_options: Any = None
+    stream_options: Flags = None
     priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
     request_id: Annotated[str, Field(strict=True, min_length=1, max_length=128)] | None = None
 
@@ -113,7 +158,7 @@ class SamplingBody(_Body):
 class CompletionBody(SamplingBody):
     """Body of `/v1/completions`."""
 
-    prompt: Any = None
+    prompt: PromptField = None
     best_of: Int | None = None
     echo: Bool | None = None
     logprobs: Int | None = None
@@ -122,12 +167,12 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: Any = None
+    messages: MessagesField = None
     max_completion_tokens: Int | None = None
     logprobs: Bool | None = None
     top_logprobs: Int | None = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
+    chat_template: Template = None
+    chat_template_kwargs: Variables = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
 
@@ -137,20 +182,20 @@ class TokenizeBody(_Body):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Any = None
+    messages: MessagesField = None
     add_special_tokens: Bool | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     return_token_strs: Bool | None = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
+    chat_template: Template = None
+    chat_template_kwargs: Variables = None
 
 
 class DetokenizeBody(_Body):
     """Body of `/detokenize`."""
 
     model: Text | None = None
-    tokens: Any = None
+    tokens: TokenIds = None
     skip_special_tokens: Bool | None = None
 
 
