@@ -53,11 +53,18 @@ def closest(value: str, valid: Iterable[str], cutoff: float = 0.55) -> str:
     return by_form[found[0]] if found else ""
 
 
+# A longer list of names hides the message that it ends.
+SHOWN_NAMES = 12
+
+
 def suggestion(value: str, valid: Iterable[str]) -> str:
-    """End of a message: the closest name, or all of them."""
+    """End of a message: the closest name, or the names there are."""
     names = list(valid)
     near = closest(value, names)
-    return f"; did you mean {near!r}?" if near else f"; known: {', '.join(names) or 'none'}"
+    if near:
+        return f"; did you mean {near!r}?"
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"; known: {', '.join(names[:SHOWN_NAMES]) or 'none'}{more}"
 
 
 def _form(name: str) -> str:
