@@ -35,6 +35,17 @@ def tree(root: int) -> set[int]:
     return {root, *descendants(root)}
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process lives and is no zombie; True where there is no /proc to say otherwise."""
+    if not Path("/proc/self/stat").exists():
+        return True
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def work_of(pids: set[int], log: Path) -> Work:
     """Sum CPU time and reads over `pids`; a process that ended meanwhile counts nothing."""
     cpu_ticks = 0

@@ -21,12 +21,14 @@ from evalsuite.gpu_memory import GpuMemory
 from evalsuite.launching import api_key_of, child_env, describe_exit, hold_port, read_port
 from evalsuite.leash import Leash
 from evalsuite.masking import mask_command, mask_file, secret_arguments, secret_values
+from evalsuite.processes import is_running
 from evalsuite.readiness import FOREIGN, ProgressWatch, probe
 
 # A port that we reserved can still be lost; a server that says so gets another one.
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|errno 98\b", re.IGNORECASE)
 _PORT_ATTEMPTS = 3
 # Ready is noticed this soon at first, and a slow start is not drowned in probes.
+_END_NEWS_S = 5.0
 _POLL_MIN_S, _POLL_MAX_S = 0.03, 0.5
 
 
@@ -228,6 +230,11 @@ def _wait_ready(server: RunningServer, port: int, port_file: Path, settings: Sta
                 api_key=server.api_key,
             )
             detail = seen.detail
+            if seen.state == "ready" and not is_running(leash.pid):
+                # Something of its tree answers, but the server itself has ended; the word of it
+                # is on its way.
+                leash.wait_ended(_END_NEWS_S)
+                raise _died_at_start(server)
             if seen.state == "ready":
                 server.startup_s = time.monotonic() - started
                 return

@@ -151,6 +151,7 @@ def test_works_by_name_away_from_a_clone(suite: Suite, target: str) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_xdist_workers_share_one_run_folder(suite: Suite) -> None:
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     suite.add("right", suite.right())
