@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from evalsuite.errors import ConfigError
+from evalsuite.family import hold_family_rate
 from evalsuite.verdict import EXIT_INTERRUPTED, EXIT_OK, Status, Verdict, exit_code
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
     folder.begin(request.to_json())
     is_interrupted = False
     try:
-        verdicts = _execute(request, prepared, folder)
+        # Many comparisons in one run share one false-alarm rate.
+        verdicts = hold_family_rate(_execute(request, prepared, folder))
     except BaseException as error:
         kept = [folder.kept(job.id) for job in prepared.jobs]
         verdicts = [verdict for verdict in kept if verdict is not None]
