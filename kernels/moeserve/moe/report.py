@@ -127,8 +127,12 @@ def _row(
     answer = ask(spec, name, backends)
     is_known = name in backends.in_tree or name in backends.out_of_tree
     notes = []
-    if is_known and not backends.get(name).traits.was_executed:
-        notes.append(NEVER_EXECUTED)
+    if name in backends.in_tree:
+        traits = backends.get(name).traits
+        has_run = traits.executed_on
+        # Where it cannot run at all the reason says so, unless it has run nowhere.
+        if not has_run or (spec.platform in traits.platforms and spec.platform not in has_run):
+            notes.append(NEVER_EXECUTED)
     if name in backends.out_of_tree or name in backends.broken:
         notes.append("out of tree")
     return BackendRow(
@@ -184,7 +188,8 @@ def support_table() -> str:
     """
     in_tree = registry().in_tree
     lines = [
-        f"| backend | {' | '.join(PLATFORMS)} | layout | dtypes | graph | deterministic | run |",
+        f"| backend | {' | '.join(PLATFORMS)} | layout | dtypes | graph | deterministic "
+        "| executed on |",
         "|" + "---|" * (len(PLATFORMS) + 6),
     ]
     for name, backend in sorted(in_tree.items()):
@@ -194,7 +199,7 @@ def support_table() -> str:
         lines.append(
             f"| `{name}` | {' | '.join(cells)} | {traits.layout} | {', '.join(dtypes)} "
             f"| {_yes(traits.is_graph_safe)} | {_yes(traits.is_deterministic)} "
-            f"| {'yes' if traits.was_executed else NEVER_EXECUTED} |"
+            f"| {', '.join(sorted(traits.executed_on)) or NEVER_EXECUTED} |"
         )
     return "\n".join(lines) + "\n"
 

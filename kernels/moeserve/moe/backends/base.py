@@ -20,6 +20,8 @@ import torch
 from moeserve.moe.spec import MoESpec, MoEWeights, Support
 
 CHECKPOINT = "checkpoint"
+# Platforms that this project has hardware of; on any other a backend was never executed.
+PLATFORMS_AT_HAND = frozenset({"cpu", "cuda-sm90"})
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Traits:
         has_input_weighting: It can apply the router's weight to the token (Llama-4).
         is_graph_safe: It can be captured in a CUDA graph: no host sync, fixed addresses.
         is_deterministic: A token's result does not depend on the batch around it, bit for bit.
-        was_executed: This project has run it. False prints "never executed" wherever it is listed.
+        was_executed: This project has run it where it has the hardware. Elsewhere, and where this
+            is False, "never executed" is printed wherever it is listed.
         kernel_patterns: Regular expressions; a kernel name that matches one is evidence that
             this backend ran.
     """
@@ -88,6 +91,11 @@ class Traits:
     is_deterministic: bool = False
     was_executed: bool = True
     kernel_patterns: tuple[str, ...] = ()
+
+    @property
+    def executed_on(self) -> frozenset[str]:
+        """Platforms on which this project has run it."""
+        return self.platforms & PLATFORMS_AT_HAND if self.was_executed else frozenset()
 
 
 class Backend(ABC):
