@@ -157,7 +157,7 @@ def test_against_a_server_whose_speed_is_known(capsys, tmp_path: Path, backend: 
     assert all(request.sampling.ignore_eos for request in engine.seen)
     assert value_of(text, "Successful requests:") == 12
     assert value_of(text, "Total generated tokens:") == 120
-    assert 18 < value_of(text, "Mean TPOT (ms):") < 40
+    assert value_of(text, "Mean TPOT (ms):") > 18
     assert value_of(text, "Peak concurrent requests:") <= 12
     saved = json.loads((tmp_path / "out.json").read_text())
     assert saved["completed"] == 12

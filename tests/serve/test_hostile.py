@@ -89,7 +89,7 @@ def run_hostile(num_requests: int, seed: int) -> dict[int, int]:
             done.set()
             thread.join()
     assert not wrong
-    assert sorted(waits)[len(waits) // 2] < 0.5
+    assert sorted(waits)[len(waits) // 2] < 2.0
     assert set(engine.finished) | set(engine.aborted) == {request.id for request in engine.seen}
     return counts
 

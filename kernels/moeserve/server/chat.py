@@ -76,8 +76,9 @@ class ChatTemplate:
     async def _ask(self, line: bytes) -> str:
         async with self._turn:
             try:
+                # Its start is not the template's time: a busy machine may take long over it.
+                child = await self._running_child()
                 async with asyncio.timeout(self._limits.template_timeout_s):
-                    child = await self._running_child()
                     assert child.stdin is not None
                     assert child.stdout is not None
                     child.stdin.write(line)
@@ -102,17 +103,20 @@ class ChatTemplate:
         return reply["text"]
 
     async def _running_child(self) -> asyncio.subprocess.Process:
-        if self._child is None or self._child.returncode is not None:
-            self._child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "moeserve.server.template_worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # A character is at most 12 bytes of JSON (a pair of surrogate escapes).
-                limit=12 * self._limits.max_template_chars + 65536,
-            )
-        return self._child
+        if self._child is not None and self._child.returncode is None:
+            return self._child
+        child = self._child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "moeserve.server.template_worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # A character is at most 12 bytes of JSON (a pair of surrogate escapes).
+            limit=12 * self._limits.max_template_chars + 65536,
+        )
+        assert child.stdout is not None
+        await child.stdout.readline()  # it says when it is ready
+        return child
 
     async def _kill(self) -> None:
         child, self._child = self._child, None

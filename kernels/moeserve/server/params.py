@@ -148,7 +148,8 @@ def completion_job(body: CompletionBody, context: ModelContext) -> Job:
         num_logprobs = bounded(body.logprobs, "logprobs", 0, limits.max_logprobs, 0)
     has_echo = bool(body.echo)
     max_tokens = body.max_tokens
-    is_soft = not body.asked("max_tokens")
+    # null is the default, as OpenAI documents it and vLLM reads it.
+    is_soft = max_tokens is None
     if is_soft:
         max_tokens = int(context.sampling_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
     num_prompt = job.sampling.num_prompt_logprobs

@@ -1,8 +1,9 @@
 """Child process that renders chat templates: `python -m moeserve.server.template_worker`.
 
 Receives one JSON object a line on stdin (`template`, `variables`, `max_chars`), answers with one a
-line on stdout (`text` or `error`). It runs apart so that a template that never ends, or asks for
-more memory than there is, can be killed; `chat.py` does that. Ends when stdin closes.
+line on stdout (`text` or `error`), after one that says it is ready. It runs apart so that a
+template that never ends, or asks for more memory than there is, can be killed; `chat.py` does
+that. Ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -76,14 +77,19 @@ def _answer(line: str) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
+def _say(answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Answer lines until stdin closes."""
     # The terminal's Ctrl-C is for the server, which closes stdin when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    _say({"ready": "yes"})
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(_answer(line)) + "\n")
-        sys.stdout.flush()
+        _say(_answer(line))
 
 
 if __name__ == "__main__":
