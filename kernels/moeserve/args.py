@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 
 from moeserve.engine.config import EngineConfig
 from moeserve.errors import UsageError
-from moeserve.flags import (
+from moeserve.flags import FLAGS, Flag
+from moeserve.foreign_flags import (
     ACCEPTED_SWITCHES,
     ENV_SWITCHES,
-    FLAGS,
     NEUTRAL_FLAGS,
     NEUTRAL_SHORT,
     REFUSED_FLAGS,
-    Flag,
 )
 from moeserve.locate import resolve_model
 from moeserve.server.limits import Limits
