@@ -114,8 +114,11 @@ def load(paths: Sequence[Path]) -> list[Contender]:
 
 
 def _labelled(contenders: list[Contender]) -> list[Contender]:
-    """Job id where it is enough, run and job id where one job was run several times."""
+    """What tells them apart: the job id, the engine of one job, else run and job id."""
     ids = [one.verdict.job_id for one in contenders]
+    served_by = [one.verdict.engine for one in contenders]
+    if len(set(ids)) == 1 and all(served_by) and len(set(served_by)) == len(contenders):
+        return [replace(one, label=one.verdict.engine) for one in contenders]
     labels = []
     for one in contenders:
         job = one.verdict.job_id

@@ -11,6 +11,7 @@ import sys
 
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.engines.declared import declared_backend, served_model
+from evalsuite.engines.embedded import model_argument
 from evalsuite.engines.installed import version_here
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.evidence import BackendEvidence
@@ -63,10 +64,13 @@ class Sglang:
             ConfigError: A flag without a counterpart.
         """
         config = job.config
+        model, naming = model_argument(config.model_name)
         args = translate(job)
+        if served_model(job) == config.model_name and "--served-model-name" not in args:
+            args.extend(naming)
         if config.trust_remote_code and "--trust-remote-code" not in args:
             args.append("--trust-remote-code")
-        head = (sys.executable, "-m", "sglang.launch_server", "--model-path", config.model_name)
+        head = (sys.executable, "-m", "sglang.launch_server", "--model-path", model)
         return LaunchSpec(
             argv=(*head, *args),
             env=dict(config.env),

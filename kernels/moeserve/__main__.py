@@ -19,6 +19,7 @@ _BENCHES = {
     "moe": "moeserve.bench.moe",
     "router": "moeserve.bench.router",
     "startup": "moeserve.bench.startup",
+    "compat": "moeserve.bench.compat",
 }
 # Each module has `main(argv) -> exit status`.
 _COMMANDS = {"backends": "moeserve.backends_command", "repro": "moeserve.bench.repro"}

@@ -100,8 +100,9 @@ def test_max_tokens_rules() -> None:
     short = completion_job(completion(), CONTEXT)
     assert short.sampling_of(Prompt((1,) * 10), 0, 4096).max_tokens == 16
     assert short.sampling_of(Prompt((1,) * 10), 0, 16).max_tokens == 6
-    room = completion_job(completion(max_tokens=None), CONTEXT)
-    assert room.sampling_of(Prompt((1,) * 10), 0, 100).max_tokens == 90
+    null = completion_job(completion(max_tokens=None), CONTEXT)
+    assert null.sampling_of(Prompt((1,) * 10), 0, 100).max_tokens == 16
+    assert null.sampling_of(Prompt((1,) * 10), 0, 16).max_tokens == 6
     given = completion_job(completion(max_tokens=7), CONTEXT)
     with pytest.raises(BadRequest, match=r"is 16 tokens, but 17 .*10 in the prompt, 7"):
         given.sampling_of(Prompt((1,) * 10), 0, 16)
