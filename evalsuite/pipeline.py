@@ -50,7 +50,8 @@ class RunOptions:
         grace_s: Seconds between TERM and KILL of a server.
         commit: Revision of the code under test.
         hardware: Name of this machine's accelerator or CPU.
-        family_size: Jobs of the run with a paired gate; they share one false-alarm rate.
+        family_size: Jobs that share one false-alarm rate in advance (pytest decides job by
+            job); 1 where Holm's method is applied to all verdicts afterwards.
     """
 
     environ: Mapping[str, str] = field(repr=False)

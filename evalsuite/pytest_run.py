@@ -15,6 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,11 @@ class Plugin:
             prepared = prepare(_request(config), dict(os.environ))
         except ConfigError as error:
             raise pytest.UsageError(f"evalsuite cannot run this:\n{error}") from error
-        config.stash[_PREPARED] = prepared
+        # Each test is decided by itself, so that the run's false-alarm rate is shared out in
+        # advance (Bonferroni); `evalsuite run` sees all p-values first and uses Holm.
+        paired = [j for j in prepared.jobs if j.config.gate.name == "paired" and not j.skip_reason]
+        options = replace(prepared.options, family_size=max(1, len(paired)))
+        config.stash[_PREPARED] = replace(prepared, options=options)
         if _is_worker(config):
             path = Path(config.workerinput["evalsuite_folder"])  # type: ignore[attr-defined]
             config.stash[_FOLDER] = RunFolder(path)

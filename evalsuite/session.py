@@ -144,9 +144,6 @@ def prepare(
         grace_s=request.grace_s,
         commit=commit_of(environ),
         hardware=hardware_name(machine),
-        family_size=max(
-            1, sum(job.config.gate.name == "paired" and not job.skip_reason for job in jobs)
-        ),
     )
     if has_checks:
         pipeline.check(jobs, options)
