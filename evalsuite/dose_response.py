@@ -39,7 +39,10 @@ PLANS = {
 }
 # Gates that look at right and wrong answers alone.
 ACCURACY_GATES = ("threshold", "statistical", *PLANS, "vLLM -8 points", "TensorRT-LLM")
-REPLAYS = ("replay, mean", "replay, mean and spread")
+REPLAYS = ("replay", "replay, fine")
+# Below the default, which is kept well above the digits of a stored baseline: these figures are
+# not stored, and float32 in batches of another size moves them less.
+FINE_SPREAD = 1e-5
 GATES = (*ACCURACY_GATES, "equal", *REPLAYS)
 WORDS = {Status.FAIL: "**seen**", Status.PASS: "·", Status.INCONCLUSIVE: "unsure"}
 
@@ -81,8 +84,8 @@ def respond(clean: Measured, found: Measured, noise: Mapping[int, float]) -> Res
     baseline = {"baseline": {index: (right,) for index, right in enumerate(before)}}
     logprobs = dict(enumerate(found.logprobs))
     base = {index: clean.logprobs[index] for index in logprobs}
-    mean = compare_logprobs(base, logprobs, ReplayLimits())
-    both = compare_logprobs(base, logprobs, ReplayLimits(), noise)
+    replayed = compare_logprobs(base, logprobs, ReplayLimits(), noise)
+    fine = compare_logprobs(base, logprobs, ReplayLimits(min_spread=FINE_SPREAD), noise)
     outcomes = {
         "threshold": threshold_gate(counts, floor).status,
         "statistical": statistical_gate(counts, floor).status,
@@ -90,10 +93,10 @@ def respond(clean: Measured, found: Measured, noise: Mapping[int, float]) -> Res
         "vLLM -8 points": _status(vllm_passes(accuracy, reference)),
         "TensorRT-LLM": _status(TrtllmRule(n).passes(accuracy, reference)),
         "equal": _equal(clean.texts[:n], found.texts),
-        "replay, mean": mean.status,
-        "replay, mean and spread": both.status,
+        "replay": replayed.status,
+        "replay, fine": fine.status,
     }
-    return Response(found.name, discordance(before, after), outcomes, both)
+    return Response(found.name, discordance(before, after), outcomes, replayed)
 
 
 def _status(passes: bool) -> Status:
@@ -140,18 +143,28 @@ def render(folder: Path) -> str:
             *(WORDS.get(one.outcomes[gate], str(one.outcomes[gate])) for gate in GATES),
             f"{one.replayed.mean_shift:+.5f}",
             f"{one.replayed.spread:.5f}",
+            str(one.replayed.num_beyond),
         ]
         for one in found
     ]
-    header = ["fault", "questions", "drop (points)", *GATES, "mean loss (nats)", "spread (nats)"]
+    header = [
+        "fault",
+        "questions",
+        "drop (points)",
+        *GATES,
+        "mean loss (nats)",
+        "spread (nats)",
+        "answers beyond",
+    ]
     replayed = found[0].replayed
     return "\n\n".join(
         [
             f"Made by `{COMMAND}` from answers measured on {machine}. Tolerance {TOLERANCE:g}; the "
             "threshold is the clean accuracy on the same questions, and both public rules have it "
             f"as their reference. Replay: {replayed.num_questions} clean replies, "
-            f"{replayed.num_tokens} tokens, teacher-forced; *mean* alone, and with the *spread* "
-            "against twice the noise of the clean model in batches of another size.",
+            f"{replayed.num_tokens} tokens, teacher-forced, against the clean model's own noise in "
+            f"other batches; a shift of {ReplayLimits().min_spread:g} nats always passes, under "
+            f"*fine* one of {FINE_SPREAD:g}.",
             table(header, rows),
             summary(found[1:]),
         ]
@@ -162,13 +175,13 @@ def summary(faults: Sequence[Response]) -> str:
     """Count what each gate sees, and what replay sees of the rest."""
     unseen = [one for one in faults if not one.is_seen_by(ACCURACY_GATES)]
     counts = [f"{gate} {sum(one.is_seen_by([gate]) for one in faults)}" for gate in GATES]
-    by_mean = sum(one.is_seen_by(REPLAYS[:1]) for one in unseen)
-    by_both = sum(one.is_seen_by(REPLAYS) for one in unseen)
+    by_default = sum(one.is_seen_by(REPLAYS[:1]) for one in unseen)
+    by_fine = sum(one.is_seen_by(REPLAYS) for one in unseen)
     names = ", ".join(f"`{one.name}`" for one in unseen if not one.is_seen_by(REPLAYS)) or "none"
     return (
         f"Doses seen, of {len(faults)}: {', '.join(counts)}.\n\n"
-        f"No accuracy gate sees {len(unseen)} of them. Of these, replay sees {by_mean} by its mean "
-        f"alone and {by_both} with the spread; unseen by either: {names}."
+        f"No accuracy gate sees {len(unseen)} of them. Of these, replay sees {by_default}, and "
+        f"{by_fine} where it is fine; unseen by either: {names}."
     )
 
 

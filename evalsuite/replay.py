@@ -16,6 +16,7 @@ from evalsuite.errors import EvalError
 from evalsuite.flips import Flip
 from evalsuite.replay_client import Scored
 from evalsuite.stats.paired import sign_flip_monte_carlo
+from evalsuite.stats.proportion import binomial_cdf
 from evalsuite.verdict import Status
 
 # Two continuations whose log-probabilities differ by less than this are a coin toss for any
@@ -24,6 +25,8 @@ NEAR_TIE_NATS = 0.1
 # Questions further out than this many median deviations count as that far: one garbled
 # question must not decide, and must not hide the rest.
 CLIP_DEVIATIONS = 8.0
+# Share of questions that may lie beyond `noise_factor` times the noise of all but this share.
+MAX_BEYOND = 0.01
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class ReplayLimits:
     """What a build may differ by.
 
     Attributes:
-        alpha: False-alarm rate, shared by the two tests.
+        alpha: False-alarm rate, shared by the tests that are made.
         max_mean_shift: Mean loss of log-probability per token that passes, in nats. Answers were
             chosen by the baseline's own rounding, so any other build gives them slightly less.
         max_spread: Root mean square shift per token that passes where the baseline's own noise
@@ -61,6 +64,9 @@ class ReplayOutcome:
         spread: Root mean square shift per token over questions, nats.
         p_mean: One-sided p of the mean against `max_mean_shift`.
         p_spread: One-sided p of the spread against its limit, None without one.
+        num_beyond: Questions whose spread is beyond what all but a few of the noise's have.
+        p_beyond: One-sided p of that many at a rate of `MAX_BEYOND`, None where the noise is
+            unknown. A confident model shows a fault in a few questions with a near-tie alone.
         num_tokens: Tokens compared.
         num_questions: Questions compared.
         num_unaligned: Questions whose tokens differ in number.
@@ -73,6 +79,8 @@ class ReplayOutcome:
     spread: float = 0.0
     p_mean: float = 1.0
     p_spread: float | None = None
+    num_beyond: int = 0
+    p_beyond: float | None = None
     num_tokens: int = 0
     num_questions: int = 0
     num_unaligned: int = 0
@@ -126,6 +134,7 @@ def compare_logprobs(
     p_mean = sign_flip_monte_carlo(clipped([x - limits.max_mean_shift for x in means.values()]))
     excess = _excess(spreads, limits, noise)
     p_spread = sign_flip_monte_carlo(clipped(excess)) if excess else None
+    num_beyond, p_beyond = _beyond(spreads, limits, noise)
     outcome = ReplayOutcome(
         Status.PASS,
         "",
@@ -133,21 +142,25 @@ def compare_logprobs(
         spread=rms(list(spreads.values())),
         p_mean=p_mean,
         p_spread=p_spread,
+        num_beyond=num_beyond,
+        p_beyond=p_beyond,
         num_tokens=sum(map(len, pairs.values())),
         num_questions=len(pairs),
         num_unaligned=unaligned,
         largest=tuple(sorted(means.items(), key=lambda item: -abs(item[1]))[:10]),
     )
-    tests = 1 if p_spread is None else 2
-    is_shown = min(p_mean, 1.0 if p_spread is None else p_spread) <= limits.alpha / tests
+    p_values = [p for p in (p_mean, p_spread, p_beyond) if p is not None]
+    level = limits.alpha / len(p_values)
     spread_text = "" if p_spread is None else f", p {p_spread:.4g}"
+    if p_beyond is not None:
+        spread_text += f"; {num_beyond} answers beyond the noise, p {p_beyond:.4g}"
     reason = (
         f"{outcome.num_tokens} tokens of {len(pairs)} answers: mean loss "
         f"{outcome.mean_shift:+.5f} nats a token (passes {limits.max_mean_shift:g}, p "
-        f"{p_mean:.4g}), spread {outcome.spread:.5f}{spread_text}; level "
-        f"{limits.alpha / tests:.4g} each"
+        f"{p_mean:.4g}), spread {outcome.spread:.5f}{spread_text}; level {level:.4g} each"
     )
-    return replace(outcome, status=Status.FAIL if is_shown else Status.PASS, reason=reason)
+    status = Status.FAIL if min(p_values) <= level else Status.PASS
+    return replace(outcome, status=status, reason=reason)
 
 
 def _excess(
@@ -162,6 +175,19 @@ def _excess(
         if limit is not None:
             excess.append(spread - limit)
     return excess
+
+
+def _beyond(
+    spreads: Mapping[int, float], limits: ReplayLimits, noise: Mapping[int, float] | None
+) -> tuple[int, float | None]:
+    """Questions beyond the noise of nearly all questions, and the chance of so many."""
+    known = sorted(noise[index] for index in spreads if index in noise) if noise else []
+    if not known:
+        return 0, None
+    largest = known[min(len(known) - 1, math.ceil((1 - MAX_BEYOND) * len(known)) - 1)]
+    limit = max(limits.min_spread, limits.noise_factor * largest)
+    count = sum(spread > limit for spread in spreads.values())
+    return count, 1.0 - binomial_cdf(count - 1, len(spreads), MAX_BEYOND) if count else 1.0
 
 
 def noise_between(

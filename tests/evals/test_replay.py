@@ -135,6 +135,38 @@ def test_a_bit_equal_build_with_rounded_logprobs_passes() -> None:
     assert 0 < outcome.spread < 1e-5
 
 
+def test_a_few_questions_far_beyond_the_noise_are_seen() -> None:
+    # A confident model: most answers cannot move, and a fault shows where two tokens were close.
+    rng = np.random.default_rng(5)
+    base = answers(rng, 200)
+    first, second = noisy(base, rng, 1e-4), noisy(base, rng, 1e-4)
+    noise = noise_between(first, second)
+    after = noisy(base, rng, 1e-4)
+    for index in range(9):
+        after[index][3] -= 0.05 * (-1) ** index
+    outcome = compare_logprobs(first, after, ReplayLimits(), noise)
+    assert (outcome.status, outcome.num_beyond) == (Status.FAIL, 9)
+    assert outcome.p_spread is not None
+    # P(X >= 9), X ~ Bin(200, 0.01).
+    assert outcome.p_beyond == pytest.approx(2.3e-4, rel=0.1)
+    assert min(outcome.p_mean, outcome.p_spread) > 0.001 / 3
+
+
+def test_unequal_noise_over_questions_raises_no_alarm() -> None:
+    rng = np.random.default_rng(6)
+    limits = ReplayLimits(alpha=0.05, max_mean_shift=0.0, noise_factor=1.5)
+    failed = 0
+    for _ in range(60):
+        sizes = 0.01 * np.exp(rng.normal(0, 1.5, 100))
+        builds = [
+            {i: list(rng.standard_t(3, 30) * size) for i, size in enumerate(sizes)}
+            for _ in range(3)
+        ]
+        noise = noise_between(builds[0], builds[1])
+        failed += compare_logprobs(builds[0], builds[2], limits, noise).status is Status.FAIL
+    assert failed <= 9  # 5 % of 60 is 3; 9 is the 99.9 % quantile
+
+
 def test_one_garbled_question_does_not_decide() -> None:
     rng = np.random.default_rng(3)
     base = answers(rng)

@@ -155,11 +155,18 @@ class FaultyExperts(Backend):
         return self.inner.apply(spec, x, routed, weights, workspace)
 
     def apply_logits(
-        self, spec: MoESpec, x: Tensor, logits: Tensor, bias: Tensor | None, weights: MoEWeights
+        self,
+        spec: MoESpec,
+        x: Tensor,
+        logits: Tensor,
+        bias: Tensor | None,
+        weights: MoEWeights,
+        workspace: Tensor | None = None,
+        nan_rows: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.apply_logits`."""
         layer = weights.layer if isinstance(weights, LayerWeights) else 0
-        topk = route(logits, spec.routing, bias)
+        topk = route(logits, spec.routing, bias, nan_rows)
         ids, factors = topk.ids, topk.weights
         kind, dose = self.fault.kind, self.fault.dose
         if not self.fault.is_in(layer):
@@ -176,7 +183,7 @@ class FaultyExperts(Backend):
             ids = without_rows(ids, int(dose))
         elif kind == "narrow-sums":
             return narrow_experts(spec, x, Routed(ids, factors), weights, int(dose))
-        return self.inner.apply(spec, x, Routed(ids, factors), weights)
+        return self.inner.apply(spec, x, Routed(ids, factors), weights, workspace)
 
     def _random_ids(self, ids: Tensor, num_experts: int) -> Tensor:
         """Replace the ids of a random share of the tokens by K distinct random ones."""
