@@ -8,6 +8,7 @@ import torch
 from moeserve.moe import triton_experts, tuning
 from moeserve.moe.backends.base import Routed
 from moeserve.moe.backends.triton import BACKEND
+from moeserve.moe.routing import route
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
 from moeserve.moe.tuning import LayerShape, LayerTiles, choose, default_tiles
 from moeserve.triton_kernels.gemv import GemvTile
@@ -185,6 +186,30 @@ def test_an_id_that_repeats_in_a_row_counts_twice(monkeypatch: pytest.MonkeyPatc
     routed = Routed(torch.full((6, 3), 1, dtype=torch.int32), torch.rand(6, 3))
     out = run(monkeypatch, SMALL, x, w13, w2, routed, spec)
     assert error(out, truth(x, w13, w2, routed, spec)) < LIMIT
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_routing_in_the_same_call_equals_routing_before(
+    monkeypatch: pytest.MonkeyPatch, path: str, rank: int
+) -> None:
+    monkeypatch.setattr(triton_experts, "tiles_for", lambda call: PATHS[path])
+    x, w13, w2, _, spec = problem(9, 5, 64, 32, 2, {"ep_size": 2, "ep_rank": rank})
+    logits = torch.randn(9, 5)
+    logits[3] = float("nan")
+    weights, ids = route(logits, spec.routing)
+    first, count = spec.first_local_expert, spec.num_local_experts
+    expert_map = torch.full((5,), -1, dtype=torch.int32)
+    expert_map[first : first + count] = torch.arange(count, dtype=torch.int32)
+    local = MoEWeights(w13.to(DEVICE), w2.to(DEVICE))
+    moved = Routed(ids.to(DEVICE), weights.to(DEVICE), expert_map.to(DEVICE))
+    before = BACKEND.apply(spec, x.to(DEVICE), moved, local)
+    nan_rows = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    inside = BACKEND.apply_logits(
+        spec, x.to(DEVICE), logits.to(DEVICE), None, local, nan_rows=nan_rows
+    )
+    torch.testing.assert_close(inside, before, atol=1e-6, rtol=1e-5)
+    assert int(nan_rows) == 1
 
 
 def test_no_tokens_and_no_experts() -> None:

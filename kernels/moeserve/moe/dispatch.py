@@ -43,9 +43,7 @@ class MoEKernel:
     """Routing, transport and experts of one layer on one rank.
 
     Attributes:
-        nan_rows: int64 [1] on the layer's device, rows of logits that held a NaN. Always counted on
-            a CPU, where it is free; on a GPU only with `has_nan_count`, which costs three launches.
-        has_nan_count: See `nan_rows`.
+        nan_rows: int64 [1] on the layer's device, rows of logits that held a NaN, since start.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class MoEKernel:
         self.transport = make_transport(spec, parallel)
         self.workspace = workspace
         self.expert_map = expert_map(spec, device)
-        self.has_nan_count = device.type == "cpu"
         self.nan_rows = torch.zeros(1, dtype=torch.int64, device=device)
         self._route = _fused_route if device.type == "cuda" else route
         largest = spec.max_num_tokens * parallel.dp_size
@@ -106,9 +103,11 @@ class MoEKernel:
             if moved.shape[0] == 0 or self.spec.num_local_experts == 0:
                 out = torch.zeros_like(moved)
             else:
-                out = backend.apply_logits(self.spec, moved, logits, bias, weights)
+                out = backend.apply_logits(
+                    self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows
+                )
             return self.transport.finalise(out, state)
-        topk = self._route(logits, self.spec.routing, bias, self._nan_counter)
+        topk = self._route(logits, self.spec.routing, bias, self.nan_rows)
         moved, topk, state = self.transport.prepare(x, topk, dp_num_tokens)
         if moved.shape[0] == 0 or self.spec.num_local_experts == 0:
             return self.transport.finalise(torch.zeros_like(moved), state)
@@ -116,10 +115,6 @@ class MoEKernel:
         spec = self.transport.experts_spec(self.spec)
         out = backend.apply(spec, moved, routed, weights, self.workspace.buffer)
         return self.transport.finalise(_finish(backend, out, topk.weights), state)
-
-    @property
-    def _nan_counter(self) -> torch.Tensor | None:
-        return self.nan_rows if self.has_nan_count else None
 
 
 def _finish(backend: Backend, out: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -141,9 +136,7 @@ def _fused_route(
     # Triton is imported only where there is a GPU.
     from moeserve.triton_kernels.router import route as fused
 
-    if nan_rows is not None:
-        nan_rows += logits.isnan().any(-1).sum()
-    return TopK(*fused(logits, routing, bias))
+    return TopK(*fused(logits, routing, bias, nan_rows=nan_rows))
 
 
 def expert_map(spec: MoESpec, device: torch.device) -> torch.Tensor | None:

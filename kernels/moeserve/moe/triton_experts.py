@@ -1,4 +1,4 @@
-"""The launch sequence of one MoE layer: list slots, gate and up, down, sum; or the gemv pair.
+"""The launch sequence of one MoE layer: route, gate and up, down, sum; or the gemv pair.
 
 Receives a `Call`, returns [T, H]. It chooses nothing but what `moe/tuning.py` says for the token
 count; the contract around it is `moe/backends/triton.py`.
@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from moeserve.moe.spec import RoutingSpec
 from moeserve.moe.tuning import DETERMINISTIC, LayerShape, LayerTiles, choose, load_table
 from moeserve.triton_kernels import combine, gemv, grouped_gemm, router
 from moeserve.triton_kernels.gemv import GemvTile
@@ -35,6 +36,7 @@ class Call:
         expert_map: [E] int32, global id -> local id or -1; None where all are here.
         is_weight_on_input: The weight multiplies the token, K = 1 (Llama-4).
         is_deterministic: One tile for every T, so that a token's bits do not depend on the batch.
+        first_expert: Global id of the first local expert, where there is no map.
     """
 
     x: torch.Tensor
@@ -47,6 +49,7 @@ class Call:
     expert_map: torch.Tensor | None = None
     is_weight_on_input: bool = False
     is_deterministic: bool = False
+    first_expert: int = 0
 
     @property
     def shape(self) -> LayerShape:
@@ -64,6 +67,23 @@ class Call:
     def input_weights(self) -> torch.Tensor | None:
         """Weights for the first GEMM, None in all but Llama-4's form."""
         return self.topk_weights if self.is_weight_on_input else None
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """Routing that is still to be done; its result goes into the `Call`'s ids and weights.
+
+    Attributes:
+        logits: [T, E].
+        routing: The model's rule.
+        bias: [E] float32, where the rule has one.
+        nan_rows: [1] int64; rows that hold a NaN are added.
+    """
+
+    logits: torch.Tensor
+    routing: RoutingSpec
+    bias: torch.Tensor | None = None
+    nan_rows: torch.Tensor | None = None
 
 
 def workspace_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> int:
@@ -85,12 +105,15 @@ def _part_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> tupl
     return tuple(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
 
 
-def run_experts(call: Call, workspace: torch.Tensor | None = None) -> torch.Tensor:
+def run_experts(
+    call: Call, workspace: torch.Tensor | None = None, routing: RouterCall | None = None
+) -> torch.Tensor:
     """Run the local experts.
 
     Args:
         call: The layer's tensors.
         workspace: uint8, at least `workspace_bytes`; allocated where absent or too small.
+        routing: Route first; the router then lists the experts' slots in the same launch.
 
     Returns:
         [T, H] in the dtype of `x`; slots of other ranks' experts add exactly zero.
@@ -104,12 +127,32 @@ def run_experts(call: Call, workspace: torch.Tensor | None = None) -> torch.Tens
     counts, slots, act, by_slot = torch.split(workspace[: sum(parts)], list(parts))
     act = _view(act, call.x.dtype, T * K, I)
     if isinstance(tiles.gate_up, GemvTile) and isinstance(tiles.down, GemvTile):
+        if routing is not None:
+            _route(call, routing, None)
         return _run_gemv(call, act, tiles.gate_up, tiles.down)
     if isinstance(tiles.gate_up, GemvTile) or isinstance(tiles.down, GemvTile):
         raise TypeError("a tile table mixes the gemv path with tiles for one token count")
     buckets = _view(counts, torch.int32, E), _view(slots, torch.int32, E, T * K)
     by_slot = by_slot if K == 1 else _view(by_slot, call.x.dtype, T * K, H)
+    if routing is not None:
+        buckets[0].zero_()
+        _route(call, routing, buckets)
+    else:
+        router.fill_buckets(
+            call.topk_ids, *buckets, num_experts=call.num_experts,
+            first_expert=call.first_expert, expert_map=call.expert_map,
+        )  # fmt: skip
     return _run_grouped(call, buckets, act, by_slot, (tiles.gate_up, tiles.down))
+
+
+def _route(
+    call: Call, routing: RouterCall, buckets: tuple[torch.Tensor, torch.Tensor] | None
+) -> None:
+    router.route(
+        routing.logits, routing.routing, routing.bias,
+        out=(call.topk_weights, call.topk_ids), buckets=buckets,
+        first_expert=call.first_expert, nan_rows=routing.nan_rows,
+    )  # fmt: skip
 
 
 def _view(part: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -122,13 +165,14 @@ def _view(part: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def _run_gemv(call: Call, act: torch.Tensor, first: GemvTile, second: GemvTile) -> torch.Tensor:
     gemv.gate_up_gemv(
         call.x, call.w13, act, call.topk_ids, first,
-        num_experts=call.num_experts, activation=call.activation,
+        num_experts=call.num_experts, activation=call.activation, first_expert=call.first_expert,
         expert_map=call.expert_map, weights_on_input=call.input_weights,
     )  # fmt: skip
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     gemv.down_gemv(
         act, call.w2, out, call.topk_ids, second,
-        num_experts=call.num_experts, weights=call.output_weights, expert_map=call.expert_map,
+        num_experts=call.num_experts, weights=call.output_weights,
+        first_expert=call.first_expert, expert_map=call.expert_map,
     )  # fmt: skip
     return out
 
@@ -140,9 +184,6 @@ def _run_grouped(
     by_slot: torch.Tensor,
     tiles: tuple[Tile, Tile],
 ) -> torch.Tensor:
-    router.fill_buckets(
-        call.topk_ids, *buckets, num_experts=call.num_experts, expert_map=call.expert_map
-    )
     grouped_gemm.gate_up(
         call.x, call.w13, act, buckets, tiles[0],
         top_k=call.shape.K, activation=call.activation, weights_on_input=call.input_weights,
@@ -156,7 +197,8 @@ def _run_grouped(
     grouped_gemm.down(act, call.w2, by_slot, buckets, tiles[1], weights=call.output_weights)
     combine.combine(
         by_slot, call.topk_ids, out,
-        num_local=call.shape.E, num_experts=call.num_experts, expert_map=call.expert_map,
+        num_local=call.shape.E, num_experts=call.num_experts,
+        first_expert=call.first_expert, expert_map=call.expert_map,
     )  # fmt: skip
     return out
 

@@ -74,6 +74,7 @@ def moe_router_kernel(
     weights_ptr,
     counts_ptr,
     buckets_ptr,
+    nan_rows_ptr,
     num_rows,
     stride_row,
     bucket_stride,
@@ -92,6 +93,7 @@ def moe_router_kernel(
     KEPT: tl.constexpr,
     IS_LLAMA4: tl.constexpr,
     HAS_BUCKETS: tl.constexpr,
+    HAS_NAN_COUNT: tl.constexpr,
 ):
     """ROWS rows a program, one warp a row; see the module's docstring for the rules."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -101,6 +103,10 @@ def moe_router_kernel(
     x = tl.load(
         logits_ptr + row.to(tl.int64) * stride_row + lane, mask=is_row & is_lane, other=0.0
     ).to(tl.float32)
+    if HAS_NAN_COUNT:
+        is_nan_row = tl.max((x != x).to(tl.int32), 1)
+        num_nan = tl.sum(is_nan_row, 0)
+        tl.atomic_add(nan_rows_ptr, num_nan.to(tl.int64), mask=num_nan > 0, sem="relaxed")
     x = tl.where(x != x, float("-inf"), x)
     x = tl.minimum(x, _FLOAT_MAX)
     x = tl.where(is_lane, x, float("-inf"))
@@ -193,6 +199,7 @@ def route(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     buckets: tuple[torch.Tensor, torch.Tensor] | None = None,
     first_expert: int = 0,
+    nan_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the router kernel.
 
@@ -204,6 +211,7 @@ def route(
         buckets: (counts [E_loc] int32, zero on entry; slots [E_loc, T * K] int32), filled
             with the slots `t * K + k` of each local expert in no particular order.
         first_expert: Global id of the first local expert, for `buckets`.
+        nan_rows: [1] int64; the number of rows that hold a NaN is added to it.
 
     Returns:
         (topk_weights [T, K] float32, topk_ids [T, K] int32).
@@ -229,6 +237,7 @@ def route(
         weights,
         counts,
         slots,
+        nan_rows if nan_rows is not None else ids,
         T,
         logits.stride(0),
         slots.stride(0),
@@ -247,6 +256,7 @@ def route(
         KEPT=routing.top_k_groups,
         IS_LLAMA4=routing.weight_on_input,
         HAS_BUCKETS=buckets is not None,
+        HAS_NAN_COUNT=nan_rows is not None,
         num_warps=rows,
     )
     return weights, ids

@@ -227,8 +227,19 @@ class Backend(ABC):
         logits: torch.Tensor,
         bias: torch.Tensor | None,
         weights: MoEWeights,
+        workspace: torch.Tensor | None = None,
+        nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same for a backend that routes by itself (`takes == "logits"`).
+        """The same for a backend that routes by itself (`takes` is "logits" or "both").
+
+        Args:
+            spec: The layer.
+            x: [T, H]; T may be 0.
+            logits: [T, E].
+            bias: Correction bias [E], float32, where the routing has one.
+            weights: In this backend's layout.
+            workspace: As for `apply`.
+            nan_rows: int64 [1]; rows of logits that hold a NaN are added, where it can count them.
 
         Raises:
             NotImplementedError: This backend takes ids.

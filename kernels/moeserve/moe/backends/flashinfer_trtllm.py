@@ -101,6 +101,8 @@ class FlashInferTrtllm(Backend):
         logits: torch.Tensor,
         bias: torch.Tensor | None,
         weights: MoEWeights,
+        workspace: torch.Tensor | None = None,
+        nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.apply_logits`; the logits are sanitised first, as the router would."""
         if x.shape[0] == 0:

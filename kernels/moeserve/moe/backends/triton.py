@@ -22,6 +22,7 @@ class TritonExperts(Backend):
         platforms=frozenset({"cuda-sm90", "cuda-sm100", "cuda-sm120", "rocm", "xpu"}),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         activations=frozenset({"silu", "swiglu_oai", "relu2"}),
+        takes="both",
         has_input_weighting=True,
         is_graph_safe=True,
         is_deterministic=True,
@@ -66,6 +67,39 @@ class TritonExperts(Backend):
                 is_deterministic=spec.is_deterministic,
             ),
             workspace,
+        )
+
+    def apply_logits(
+        self,
+        spec: MoESpec,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: MoEWeights,
+        workspace: torch.Tensor | None = None,
+        nan_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Backend.apply_logits`: the router lists each expert's slots in its own launch."""
+        if x.shape[0] == 0 or weights.w13.shape[0] == 0:
+            return torch.zeros_like(x)
+        from moeserve.moe.triton_experts import Call, RouterCall, run_experts
+
+        size = (x.shape[0], spec.routing.top_k)
+        return run_experts(
+            Call(
+                x=x,
+                w13=weights.w13,
+                w2=weights.w2,
+                topk_ids=torch.empty(size, dtype=torch.int32, device=x.device),
+                topk_weights=torch.empty(size, dtype=torch.float32, device=x.device),
+                num_experts=spec.num_experts,
+                activation=spec.activation,
+                is_weight_on_input=spec.routing.weight_on_input,
+                is_deterministic=spec.is_deterministic,
+                first_expert=spec.first_local_expert,
+            ),
+            workspace,
+            RouterCall(logits, spec.routing, bias, nan_rows),
         )
 
 
