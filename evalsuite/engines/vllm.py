@@ -31,7 +31,7 @@ _SERVED_NAME = "--served-model-name"
 
 _CHOICES = (
     re.compile(r"Using (?P<name>[A-Za-z][\w .-]*?) backend for (?:Unquantized )?MoE"),
-    re.compile(r"Using '?(?P<name>[A-Za-z][\w .-]*?)'? (?:Unquantized|\w+) MoE backend"),
+    re.compile(r"Using '?(?P<name>[A-Za-z][\w .-]*?)'? (?:W4A8 Int8|\w+) MoE backend"),
 )
 _IGNORED = (
     re.compile(r"Unknown vLLM environment variable detected: (?P<name>\w+)"),

@@ -14,6 +14,7 @@ from evalsuite.engines.external import External
 from evalsuite.errors import ConfigError
 from evalsuite.hardware import Pool
 from evalsuite.jobs import EvalJob, make_job
+from moeserve.tiny import MODEL_NAME, model_dir
 
 B200 = Pool("b200", "sm100", 8, 180.0, "nvidia", {}, 60)
 H100 = Pool("h100", "sm90", 8, 80.0, "nvidia", {}, 60)
@@ -80,6 +81,17 @@ def test_vllm_command_line_and_trust(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert checked.env["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_embedded_model_is_a_folder_for_engines_that_do_not_know_its_name(name: str) -> None:
+    spec = engines.get(name).launch_spec(job(model_name=MODEL_NAME))
+    assert str(model_dir()) in spec.argv
+    assert MODEL_NAME == spec.argv[spec.argv.index("--served-model-name") + 1] == spec.served_model
+    own = job(model_name=MODEL_NAME, server_args="--served-model-name mine")
+    spec = engines.get(name).launch_spec(own)
+    assert spec.argv.count("--served-model-name") == 1
+    assert spec.served_model == "mine"
+
+
 def test_absent_engines_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no vllm on the PATH" in engines.get("vllm").unavailable_reason()
@@ -102,6 +114,7 @@ def test_absent_engines_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "FLASHINFER_CUTLASS",
         ),
         ("Using 'MARLIN' NvFp4 MoE backend.", "MARLIN"),
+        ("Using CUTLASS W4A8 Int8 MoE backend out of potential backends", "CUTLASS"),
     ],
 )
 def test_vllm_backend_is_read_from_every_wording(line: str, name: str) -> None:
