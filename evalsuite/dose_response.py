@@ -141,7 +141,7 @@ def render(folder: Path) -> str:
             str(one.flips.n),
             f"{100 * one.flips.drop:+.2f}",
             *(WORDS.get(one.outcomes[gate], str(one.outcomes[gate])) for gate in GATES),
-            f"{one.replayed.mean_shift:+.5f}",
+            f"{round(one.replayed.mean_shift, 5) + 0.0:+.5f}",
             f"{one.replayed.spread:.5f}",
             str(one.replayed.num_beyond),
         ]

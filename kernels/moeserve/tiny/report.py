@@ -91,8 +91,8 @@ def precision_text(clean: Measured, narrow: Measured) -> str:
     return (
         f"The whole model in bf16 answers {sum(narrow.right)} of {len(narrow.right)} right "
         f"({100 * narrow.accuracy:.2f} %), in float32 {sum(clean.right[: len(pairs)])}. "
-        f"{pairs.count((True, False))} questions go from right to wrong, "
-        f"{pairs.count((False, True))} from wrong to right; {changed} replies differ somewhere."
+        f"From right to wrong: {pairs.count((True, False))}; from wrong to right: "
+        f"{pairs.count((False, True))}; replies that differ somewhere: {changed}."
     )
 
 
@@ -153,7 +153,7 @@ def render(folder: Path) -> str:
     parts = [
         f"Made by `{COMMAND}` on {clean.machine}; {total_s / 60:.0f} minutes in all, shared with "
         "other work.",
-        "## Accuracy",
+        "### Accuracy",
         f"{sum(clean.right)} of {len(clean.right)} held-out questions right, five-shot, greedy, "
         f"float32: **{interval(sum(clean.right), len(clean.right))} %**; "
         f"{sum(clean.right[:n])} of the first {n}. {summary['unfinished']} replies lack an "
@@ -161,17 +161,17 @@ def render(folder: Path) -> str:
         f"({summary['max_prompt_tokens']} at most), a reply {summary['mean_reply_tokens']:.0f}. "
         f"In batches of another size {same} of {len(again.texts)} replies are the same.",
         families(summary),
-        "## Experts",
+        "### Experts",
         "Tokens of an expert over the fair share of 1/32, prompts' questions and replies:",
         shares(summary),
-        "## Margins",
+        "### Margins",
         "Best minus second-best logit at the digits of each computed result and of the answer:",
         margins(summary),
         f"{100 * summary['questions_with_margin_below_half']:.1f} % of the replies have a token "
         "with a margin below 0.5: a fault, or another rounding, moves those first.",
-        "## float32 and bf16",
+        "### float32 and bf16",
         precision_text(clean, narrow),
-        "## Faults",
+        "### Accuracy under faults",
         f"The number is the dose, `@2` means layer 2 alone; without it every layer is hit. Asked: "
         f"the first {n} questions, of which the clean model answers {sum(clean.right[:n])} right "
         f"({100 * sum(clean.right[:n]) / max(1, n):.2f} %). *Lost* went from right to wrong, "
