@@ -183,8 +183,13 @@ def make_baseline(
     """Build a baseline from a finished run.
 
     Raises:
-        ConfigError: The run has no outcome per question, or lacks answers.
+        ConfigError: The run ended early, has no outcome per question, or lacks answers.
     """
+    if result.stopped:
+        raise ConfigError(
+            f"the run ended early ({result.stopped}); a baseline needs every answer: run the job "
+            "again with --no-early-end"
+        )
     missing = sum(None in outcomes for outcomes in result.per_question.values())
     if not result.per_question or missing:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The commands around a verdict: `baseline`, `calibrate`, `replay`, `compare`.
 
-Declares their options and finds the job; what they do is in `cli_stats.py`, imported when one is
-called. Returns exit codes as `evalsuite run` does.
+Declares their options and finds the job; what they do is in `cli_stats.py` and
+`cli_calibrate.py`, imported when one is called. Returns exit codes as `evalsuite run` does.
 """
 
 from __future__ import annotations
@@ -151,20 +151,17 @@ def calibrate(
     results: str = _RESULTS,
 ) -> int:
     """Measure the run-to-run noise of a job on one warm server."""
-    from evalsuite import cli_stats
+    from evalsuite import cli_calibrate
     from evalsuite.run_folder import new_folder
     from evalsuite.session import interrupt_on_sigterm
 
     found, options = _find(job, _Where(configs_root, engine, base_url, data_dir, limit))
     interrupt_on_sigterm()
-    return cli_stats.calibrate_job(
+    return cli_calibrate.calibrate_job(
         found,
         options,
         new_folder(Path(results) / "calibrate").path,
-        repeats=repeats,
-        alpha=alpha,
-        is_written=write,
-        is_threshold_set=set_threshold,
+        cli_calibrate.CalibrateWish(repeats, alpha, write, set_threshold),
     )
 
 
@@ -190,9 +187,7 @@ def replay(
         found,
         options,
         new_folder(Path(results) / "replay").path,
-        baselines=Path(baselines),
-        reference=reference,
-        run_dir=Path(run) if run else None,
+        cli_stats.ReplayWish(Path(baselines), reference, Path(run) if run else None),
     )
 
 

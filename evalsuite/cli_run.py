@@ -59,6 +59,9 @@ def run(
     keep_going: bool = typer.Option(
         True, "--keep-going/--fail-fast", help="Run the rest after a failure, or leave it."
     ),
+    early_end: bool = typer.Option(
+        True, "--early-end/--no-early-end", help="End a job whose gate is sure to fail, or not."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check and list; start nothing."),
 ) -> int:
     """Run jobs: server, questions, verdict, reports."""
@@ -85,6 +88,7 @@ def run(
         stops_at_failure=not keep_going,
         grace_s=stop_grace,
         recorded=record_durations,
+        ends_early=early_end,
     )
     request = with_new_configs(request, names or ())
     return _run(request, new_folder(Path(results)), dry_run=dry_run)

@@ -1,14 +1,14 @@
-"""Entry functions of `evalsuite baseline`, `calibrate`, `compare` and `replay`.
+"""Entry functions of `evalsuite baseline`, `compare` and `replay`.
 
 Receives parsed options from `cli.py`, prints, returns an exit code. The logic is in
-`baseline.py`, `baseline_store.py`, `calibrate.py`, `compare.py` and `replay.py`; servers come
-from `warm.py`.
+`baseline.py`, `baseline_store.py`, `compare.py` and `replay.py`; servers come from `warm.py`.
+`calibrate` is `cli_calibrate.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,6 @@ from rich.text import Text
 
 from evalsuite import baseline_store, compare, replay
 from evalsuite.baseline import Baseline, digest, identity_of, make_baseline, with_logprobs
-from evalsuite.calibrate import calibrate, write_into
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
 from evalsuite.evaluators.base import EvalResult
@@ -30,10 +29,11 @@ from evalsuite.report.comparison import print_comparison, render_html, render_ma
 from evalsuite.report.json_report import ledger_name, read, read_questions
 from evalsuite.report.text import visible
 from evalsuite.verdict import EXIT_ACCURACY, EXIT_INFRASTRUCTURE, EXIT_OK, Status, Verdict
-from evalsuite.warm import WarmServer, prompts_of, run_repeats
+from evalsuite.warm import WarmServer, prompts_of
 
 
-def _say(*lines: str) -> None:
+def say(*lines: str) -> None:
+    """Print lines as they are; nothing in them is markup."""
     console = Console(soft_wrap=True)
     for line in lines:
         console.print(Text(visible(line)))
@@ -99,7 +99,7 @@ def baseline_save(
         again = {index: scored.logprobs for index, scored in second.items()}
         made = with_logprobs(made, logprobs, replay.noise_between(logprobs, again))
     path = baseline_store.save(root, job.id, made)
-    _say(baseline_store.describe(made), f"saved {path}", "approve it to make it count")
+    say(baseline_store.describe(made), f"saved {path}", "approve it to make it count")
     return EXIT_OK
 
 
@@ -107,16 +107,16 @@ def baseline_show(job_id: str, root: Path, name: str = "") -> int:
     """Print the approved baselines of a job, or the one whose digest begins with `name`."""
     folder = baseline_store.job_folder(root, job_id)
     if name:
-        _say(baseline_store.describe(baseline_store.load(baseline_store.find(folder, name))))
+        say(baseline_store.describe(baseline_store.load(baseline_store.find(folder, name))))
         return EXIT_OK
     approved = baseline_store.read_approved(folder)
     for kind in ("current", "previous", "anchor"):
         wanted = getattr(approved, kind)
         if wanted:
             loaded = baseline_store.load(folder / f"{wanted}.json")
-            _say(f"{kind}:", baseline_store.describe(loaded), "")
+            say(f"{kind}:", baseline_store.describe(loaded), "")
         else:
-            _say(f"{kind}: none", "")
+            say(f"{kind}: none", "")
     return EXIT_OK
 
 
@@ -126,14 +126,14 @@ def baseline_diff(job_id: str, root: Path, name: str) -> int:
     new = baseline_store.load(baseline_store.find(folder, name))
     approved = baseline_store.read_approved(folder)
     if not approved.current:
-        _say("no approved baseline yet; the saved one is:", baseline_store.describe(new))
+        say("no approved baseline yet; the saved one is:", baseline_store.describe(new))
         return EXIT_OK
     for kind in dict.fromkeys(("current", "anchor")):
         digest_of = getattr(approved, kind)
         if kind == "anchor" and digest_of in ("", approved.current):
             continue
         old = baseline_store.load(folder / f"{digest_of}.json")
-        _say(f"against the {kind} {digest_of[:12]}:", baseline_store.describe_diff(old, new), "")
+        say(f"against the {kind} {digest_of[:12]}:", baseline_store.describe_diff(old, new), "")
     return EXIT_OK
 
 
@@ -141,7 +141,7 @@ def baseline_approve(job_id: str, root: Path, name: str, *, move_anchor: bool = 
     """Make the saved baseline `name` the current one; the anchor stays unless asked."""
     folder = baseline_store.job_folder(root, job_id)
     approved = baseline_store.approve(folder, name, move_anchor=move_anchor)
-    _say(
+    say(
         f"current  {approved.current}",
         f"previous {approved.previous or 'none'}",
         f"anchor   {approved.anchor}",
@@ -166,49 +166,28 @@ def compare_runs(
     return EXIT_OK
 
 
-def calibrate_job(
-    job: EvalJob,
-    options: RunOptions,
-    folder: Path,
-    *,
-    repeats: int,
-    alpha: float = 0.001,
-    is_written: bool = False,
-    is_threshold_set: bool = False,
-) -> int:
-    """Repeat a job on one warm server in shuffled order at varied concurrency; print its noise.
+@dataclass(frozen=True)
+class ReplayWish:
+    """What `replay` is asked for.
 
-    Args:
-        job: What to repeat.
-        options: As for a run.
-        folder: Where ledger and server log go.
-        repeats: Two or more.
-        alpha: False-alarm rate of the suggested tolerance.
-        is_written: Write `calibration` and `tolerance` into the job's file.
-        is_threshold_set: Write the threshold too.
+    Attributes:
+        baselines: The `baselines/` folder.
+        reference: Baseline file or folder; the job's own where None.
+        run_dir: A sampled run of the build under test; its flips are then explained.
+        limits: What passes.
     """
-    if repeats < 2:
-        raise ConfigError(f"--repeats {repeats}: noise needs two or more repeats")
-    with WarmServer(job, options, folder) as warm:
-        result = run_repeats(warm, job, options, folder / "ledger.jsonl", repeats)
-    report = calibrate(result, job.config, alpha)
-    shown = [f"  question {index}: right in {share:.0%}" for index, share in report.flips.items()]
-    _say(*report.lines(), *shown)
-    if is_written:
-        write_into(job.path, report, options.hardware, is_threshold_set=is_threshold_set)
-        _say(f"wrote {job.path}")
-    return EXIT_OK
+
+    baselines: Path
+    reference: str | None = None
+    run_dir: Path | None = None
+    limits: replay.ReplayLimits = field(default_factory=replay.ReplayLimits)
 
 
 def replay_job(
     job: EvalJob,
     options: RunOptions,
     folder: Path,
-    *,
-    baselines: Path,
-    reference: str | None = None,
-    limits: replay.ReplayLimits | None = None,
-    run_dir: Path | None = None,
+    wanted: ReplayWish,
 ) -> int:
     """Teacher-force a baseline's answers through the server under test and gate on the shift.
 
@@ -216,13 +195,10 @@ def replay_job(
         job: Names the server and the prompts.
         options: As for a run.
         folder: Where the server's log goes.
-        baselines: The `baselines/` folder.
-        reference: Baseline file or folder; the job's own where None.
-        limits: What passes.
-        run_dir: A sampled run of the build under test; its flips are then explained.
+        wanted: What to compare with, and what passes.
     """
-    limits = limits or replay.ReplayLimits()
-    baseline = baseline_store.resolve(reference or job.config.baseline, job.id, baselines).current
+    named = wanted.reference or job.config.baseline
+    baseline = baseline_store.resolve(named, job.id, wanted.baselines).current
     before = {i: answer.logprobs for i, answer in baseline.answers.items() if answer.logprobs}
     if not before:
         raise ConfigError(
@@ -235,14 +211,14 @@ def replay_job(
     }
     with WarmServer(job, options, folder) as warm:
         scored = _score_baseline(warm, job, baseline, options)
-        explained = _explain(warm, job, baseline, options, run_dir, scored)
+        explained = _explain(warm, job, baseline, options, wanted.run_dir, scored)
     after = {index: one.logprobs for index, one in scored.items()}
-    outcome = replay.compare_logprobs(before, after, limits, noise or None)
-    _say(f"{job.id}: {outcome.status}: {outcome.reason}")
+    outcome = replay.compare_logprobs(before, after, wanted.limits, noise or None)
+    say(f"{job.id}: {outcome.status}: {outcome.reason}")
     if baseline.logprob_source == "sampled":
-        _say("note: the baseline's log-probabilities are of sampling, not of a replay")
-    _say(*(f"  question {index}: {shift:+.4f} nats a token" for index, shift in outcome.largest))
-    _say(*explained)
+        say("note: the baseline's log-probabilities are of sampling, not of a replay")
+    say(*(f"  question {index}: {shift:+.4f} nats a token" for index, shift in outcome.largest))
+    say(*explained)
     codes = {Status.FAIL: EXIT_ACCURACY, Status.ERROR: EXIT_INFRASTRUCTURE}
     return codes.get(outcome.status, EXIT_OK)
 

@@ -76,6 +76,7 @@ class Gate(Strict):
         power: Rate at which the smallest detectable drop is seen.
         max_repeats: Repeats on the warm server, at most.
         max_drop: Largest true drop that is still acceptable, None for none.
+        early_end: End the questions once the gate is sure to fail; see `early_end.py`.
     """
 
     name: GateName = "threshold"
@@ -83,6 +84,7 @@ class Gate(Strict):
     power: Annotated[float, between(0.5, 0.999999)] = 0.8
     max_repeats: Annotated[int, between(1, 1000)] = 1
     max_drop: Fraction | None = None
+    early_end: bool = True
 
 
 class Calibration(Strict):

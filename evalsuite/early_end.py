@@ -6,49 +6,89 @@ such a run is made in `judge.py`, which knows the text by its prefix.
 
 from __future__ import annotations
 
-from evalsuite.evaluators.base import Progress
+from evalsuite.evaluators.base import MAX_FAILED_SHARE, Progress
+from evalsuite.gates.absolute import Floor, statistical_gate
+from evalsuite.gates.base import Counts
+from evalsuite.stats.proportion import min_correct
 from evalsuite.stats.sequential import Sprt, outcome_decided
+from evalsuite.verdict import Status
 
 DECIDED = "decided: "
-# A build this far below its floor is broken, not noisy; with error rates of 0.1 % a build at
-# the floor is stopped by mistake once in a thousand runs.
+# `equal` fails on one changed reply, whatever the accuracy: the counts do not settle it.
+GATES = frozenset({"threshold", "statistical", "paired"})
+# A build this far below its floor is broken, not noisy; a build at the floor is stopped by
+# mistake at most once in a thousand runs, and never more than a tenth of the gate's own rate.
 BROKEN_BELOW_FLOOR = 0.08
+MAX_ALPHA = 0.001
+SHARE_OF_ALPHA = 0.1
+
+
+def fewest_right(gate: str, floor: Floor, n: int) -> int:
+    """Fewest right answers of `n` that the gate does not fail.
+
+    Args:
+        gate: A name of `GATES`. For "paired" it is the floor alone: above it the pairs decide.
+        floor: The config's side of the comparison.
+        n: Questions.
+    """
+    if gate != "statistical":
+        return min_correct(floor.threshold, floor.tolerance, n)
+    low, high = 0, n + 1
+    while low < high:
+        middle = (low + high) // 2
+        if middle <= n and statistical_gate(Counts(middle, 0, n), floor).status is Status.FAIL:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 class EarlyEnd:
-    """Watches one evaluation of the `threshold` gate, first repeat only.
+    """Watches the first repeat of one evaluation. It ends failures only, never a PASS.
 
-    Two reasons end it: the answers left cannot lift it over the floor, or the sequential test
-    calls it broken. The second needs questions in random order (`order_seed`), because a file's
-    first questions may be easier than the rest.
+    Two reasons end it: the answers left cannot keep the gate from failing, or the sequential test
+    calls the build broken. The second looks at questions in the (random) order in which they were
+    asked, up to the first that is still open: what ends first may be easier than the rest.
     """
 
-    def __init__(self, needed: int, total: int, *, is_shuffled: bool) -> None:
-        """Watch for fewer than `needed` right of `total`."""
-        self.needed = needed
-        self.total = total
-        floor = needed / total if total else 0.0
-        broken = floor - BROKEN_BELOW_FLOOR
-        self.sprt = Sprt(floor, broken) if is_shuffled and 0.0 < broken < floor < 1.0 else None
+    def __init__(self, gate: str, floor: Floor) -> None:
+        """Watch for the gate of a config."""
+        self._gate = gate
+        self._floor = floor
+        self._needed = -1
+        self._sprt: Sprt | None = None
         self._reason = ""
 
     def on_progress(self, progress: Progress) -> None:
         """Take note of the counts; failed requests are neither right nor wrong."""
-        answered = min(progress.done, self.total) - progress.failed
-        wrong = answered - progress.correct
-        if self._reason or progress.done > self.total:
+        total = progress.total
+        if self._reason or progress.failed > MAX_FAILED_SHARE * total:
+            # So many failures are an ERROR, whatever the answers say.
             return
-        if outcome_decided(progress.correct, answered, self.total, self.needed) == "fail":
+        if self._needed < 0:
+            self._prepare(total)
+        answered = progress.done - progress.failed
+        if outcome_decided(progress.correct, answered, total, self._needed) == "fail":
             self._reason = (
-                f"{DECIDED}{wrong} of {answered} answers are wrong, {self.needed} right of "
-                f"{self.total} can no longer be reached"
+                f"{DECIDED}{answered - progress.correct} of {answered} answers are wrong, "
+                f"{self._needed} right of {total} can no longer be reached"
             )
-        elif self.sprt and self.sprt.decide(progress.correct, wrong) == "broken":
+            return
+        right, wrong = progress.settled_right, progress.settled_wrong
+        if self._sprt and self._sprt.decide(right, wrong) == "broken":
             self._reason = (
-                f"{DECIDED}{progress.correct} right and {wrong} wrong are those of a broken build "
-                f"(sequential test, accuracy {self.sprt.p_broken:.2f} or less against "
-                f"{self.sprt.p_healthy:.2f}, error rates {self.sprt.alpha:.1%})"
+                f"{DECIDED}{right} right and {wrong} wrong are those of a broken build "
+                f"(sequential test, accuracy {self._sprt.p_broken:.2f} or less against "
+                f"{self._sprt.p_healthy:.2f}, error rates {self._sprt.alpha:.2g})"
             )
+
+    def _prepare(self, total: int) -> None:
+        self._needed = fewest_right(self._gate, self._floor, total)
+        healthy = self._needed / total if total else 0.0
+        broken = healthy - BROKEN_BELOW_FLOOR
+        if 0.0 < broken < healthy < 1.0:
+            alpha = min(MAX_ALPHA, SHARE_OF_ALPHA * self._floor.alpha)
+            self._sprt = Sprt(healthy, broken, alpha, alpha)
 
     def should_abort(self) -> str:
         """Why to end now, "" to go on."""

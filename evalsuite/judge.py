@@ -14,7 +14,7 @@ from evalsuite.baseline import BaselinePair, differences, identity_of
 from evalsuite.config import Calibration
 from evalsuite.early_end import DECIDED
 from evalsuite.errors import ServerError
-from evalsuite.evaluators.base import EvalResult
+from evalsuite.evaluators.base import MAX_FAILED_SHARE, EvalResult
 from evalsuite.evidence import BackendEvidence, contradiction
 from evalsuite.flips import flips_from_baseline
 from evalsuite.gates.absolute import Floor, statistical_gate, threshold_gate
@@ -26,10 +26,6 @@ from evalsuite.ledger import LedgerRecord
 from evalsuite.remarks import remarks
 from evalsuite.stats.proportion import binomial_se, wilson_interval
 from evalsuite.verdict import Status, Verdict
-
-# Beyond this share of missing answers the job is an ERROR whatever the bounds say: so many
-# failures are a fault of the run, and the answers that did arrive are a biased sample.
-MAX_FAILED_SHARE = 0.02
 
 # Flips kept in a verdict with both replies; the ledger and the baseline have them all.
 MAX_FLIPS = 200
@@ -50,6 +46,7 @@ class RunContext:
         family_size: Jobs of this run that share one false-alarm rate (Bonferroni); 1 for none.
             A whole run is better judged with 1 and then with `family.hold_family_rate`.
         model_revision: Revision or hash of the weights, "" if unknown.
+        error: What kept the job from its end (`ServerError`, `EvalError`, ...), None otherwise.
     """
 
     commit: str = ""
@@ -61,6 +58,7 @@ class RunContext:
     log_tail: tuple[str, ...] = ()
     family_size: int = 1
     model_revision: str = ""
+    error: Exception | None = None
 
 
 def judge(
@@ -68,7 +66,6 @@ def judge(
     result: EvalResult | None,
     evidence: BackendEvidence,
     *,
-    error: Exception | None = None,
     baseline: BaselinePair | None = None,
     records: Sequence[LedgerRecord] = (),
     context: RunContext | None = None,
@@ -79,23 +76,23 @@ def judge(
         job: The job; `job.skip_reason` makes it a SKIP.
         result: Counts, None where no evaluation took place.
         evidence: What is known of the backend.
-        error: What ended the job early (`ServerError`, `EvalError`, ...), None otherwise.
         baseline: For the `paired` and `equal` gates.
         records: The job's ledger, for remarks and the `equal` gate.
-        context: Commit, hardware, durations.
+        context: Commit, hardware, durations, and the error that ended the job.
     """
     context = context or RunContext()
     verdict = _undecided(job, result, evidence, context)
     if job.skip_reason:
         return verdict
-    problem = _problem(job, result, evidence, error)
+    problem = _problem(job, result, evidence, context.error)
     if problem or result is None:
+        error = context.error
         tail = tuple(error.log_tail) if isinstance(error, ServerError) else ()
         return replace(
             verdict, status=Status.ERROR, reason=problem, log_tail=tail or context.log_tail
         )
     if result.stopped.startswith(DECIDED):
-        return replace(verdict, status=Status.FAIL, reason=result.stopped.removeprefix(DECIDED))
+        return _ended_early(verdict, result)
     outcome = ask_gate(job, result, baseline, records, context)
     if outcome.status is Status.ERROR:
         return replace(
@@ -166,7 +163,8 @@ def _problem(
     return ""
 
 
-def _floor(job: EvalJob) -> Floor:
+def floor_of(job: EvalJob) -> Floor:
+    """The config's threshold, tolerance, noise and rates."""
     calibration = job.config.calibration
     gate = job.config.gate
     return Floor(
@@ -175,6 +173,25 @@ def _floor(job: EvalJob) -> Floor:
         sigma_run=calibration.sigma_run if isinstance(calibration, Calibration) else None,
         alpha=gate.alpha,
         power=gate.power,
+    )
+
+
+def _ended_early(verdict: Verdict, result: EvalResult) -> Verdict:
+    """FAIL without an accuracy: what was asked is no fair sample once a look has ended it."""
+    asked = f"{result.num_answered} of {result.num_questions} questions"
+    return replace(
+        verdict,
+        status=Status.FAIL,
+        reason=f"ended early after {asked}: {result.stopped.removeprefix(DECIDED)}",
+        warnings=(
+            f"ended early after {asked}: no accuracy is given, and the run cannot become a "
+            "baseline; --no-early-end asks all of them",
+        ),
+        detail={
+            "ended_early": True,
+            "num_asked": result.num_answered,
+            "accuracy_bounds": list(result.accuracy_bounds),
+        },
     )
 
 
@@ -201,9 +218,9 @@ def ask_gate(
     counts = Counts(result.num_correct[result.metric], result.num_failed, result.num_questions)
     name = job.config.gate.name
     if name == "threshold":
-        return threshold_gate(counts, _floor(job))
+        return threshold_gate(counts, floor_of(job))
     if name == "statistical":
-        return statistical_gate(counts, _floor(job))
+        return statistical_gate(counts, floor_of(job))
     if baseline is None:
         return GateOutcome(Status.ERROR, f"gate {name!r} needs an approved baseline")
     run = identity_of(job.config, result, context.model_revision)
@@ -220,7 +237,7 @@ def ask_gate(
             f"{result.num_questions} are recorded",
         )
     outcomes = {kind: one.outcomes for kind, one in baseline.references().items()}
-    return paired_gate(result.per_question, outcomes, _floor(job), plan_of(job, context))
+    return paired_gate(result.per_question, outcomes, floor_of(job), plan_of(job, context))
 
 
 def needs_repeat(

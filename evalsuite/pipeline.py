@@ -15,6 +15,7 @@ from pathlib import Path
 from evalsuite import baseline_store, engines, evaluators
 from evalsuite.baseline import BaselinePair
 from evalsuite.config import EvalConfig
+from evalsuite.early_end import GATES, EarlyEnd
 from evalsuite.engine_checks import (
     DraftCounters,
     acceptance_fault,
@@ -24,11 +25,11 @@ from evalsuite.engine_checks import (
 from evalsuite.engines.base import Engine
 from evalsuite.engines.external import External
 from evalsuite.errors import ConfigError, EvalError, EvalsuiteError, ServerError
-from evalsuite.evaluators.base import EvalResult, EvaluationRequest
+from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
 from evalsuite.evidence import BackendEvidence
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.jobs import EvalJob
-from evalsuite.judge import RunContext, judge, needs_repeat
+from evalsuite.judge import RunContext, floor_of, judge, needs_repeat
 from evalsuite.progress import Display
 from evalsuite.run_folder import RunFolder
 from evalsuite.server import RunningServer, StartSettings
@@ -52,6 +53,7 @@ class RunOptions:
         hardware: Name of this machine's accelerator or CPU.
         family_size: Jobs that share one false-alarm rate in advance (pytest decides job by
             job); 1 where Holm's method is applied to all verdicts afterwards.
+        ends_early: Whether a job whose gate is sure to fail may end early, if its file allows.
     """
 
     environ: Mapping[str, str] = field(repr=False)
@@ -63,6 +65,7 @@ class RunOptions:
     commit: str = ""
     hardware: str = ""
     family_size: int = 1
+    ends_early: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,9 @@ def run(job: EvalJob, this: Run) -> Verdict:
         job,
         result,
         evidence,
-        error=error,
         baseline=_baseline(job, this.options) if error is None and not job.skip_reason else None,
         records=this.folder.records(job.id),
-        context=replace(context, duration_s=time.monotonic() - began),
+        context=replace(context, duration_s=time.monotonic() - began, error=error),
     )
     if fault and verdict.status is Status.PASS:
         verdict = replace(verdict, status=Status.FAIL, reason=fault)
@@ -177,6 +179,8 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         ServerError: The server died; within a second, whatever the client was doing.
         EvalError: The evaluator could not do its work.
     """
+    evaluator = evaluators.get(job.config.evaluator)
+    watch = watch_of(job, this.options)
     request = EvaluationRequest(
         base_url=server.base_url,
         served_model=server.model,
@@ -186,17 +190,46 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         limit=this.options.limit,
         api_key=server.api_key,
         timeout_s=job.config.timeout_for(job.pool.vendor if job.pool else ""),
-        on_progress=lambda progress: this.display.questions(job.id, progress),
-        should_abort=lambda: "" if server.is_alive else "the server process ended",
+        order_seed=job.config.seed if watch and evaluator.CAN_SHUFFLE else None,
     )
     baseline = _baseline(job, this.options)
-    evaluate = evaluators.get(job.config.evaluator).evaluate
     while True:
-        result = _guarded(evaluate, request, server)
+        # A plan of repeats is looked at between them; only the first can be hopeless.
+        watched = _watched(request, job, server, this, watch if request.repeats == 1 else None)
+        result = _guarded(evaluator.evaluate, watched, server)
         records = this.folder.records(job.id)
         if result.stopped or not needs_repeat(job, result, baseline, records, context):
             return result
         request = replace(request, repeats=request.repeats + 1)
+
+
+def watch_of(job: EvalJob, options: RunOptions) -> EarlyEnd | None:
+    """What may end the job's questions early, None where nothing may."""
+    gate = job.config.gate
+    is_on = options.ends_early and gate.early_end and gate.name in GATES
+    return EarlyEnd(gate.name, floor_of(job)) if is_on else None
+
+
+def _watched(
+    request: EvaluationRequest,
+    job: EvalJob,
+    server: RunningServer,
+    this: Run,
+    watch: EarlyEnd | None,
+) -> EvaluationRequest:
+    """The request with its ears: display, early end, and the server's death."""
+
+    def on_progress(progress: Progress) -> None:
+        this.display.questions(job.id, progress)
+        if watch:
+            watch.on_progress(progress)
+
+    def should_abort() -> str:
+        if not server.is_alive:
+            return "the server process ended"
+        return watch.should_abort() if watch else ""
+
+    return replace(request, on_progress=on_progress, should_abort=should_abort)
 
 
 def _for_pool(job: EvalJob) -> EvalConfig:
@@ -251,6 +284,8 @@ def reproduce(job: EvalJob, options: RunOptions) -> str:
         words += ["--base-url", options.base_url]
     elif job.config.engine != "moeserve":
         words += ["--engine", job.config.engine]
+    if not options.ends_early:
+        words.append("--no-early-end")
     if options.limit is not None:
         words += ["--limit", str(options.limit)]
     return " ".join(words)

@@ -69,6 +69,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("--data-dir", default="", metavar="DIR", help="Folder of data files.")
     add("--baselines", default="baselines", metavar="DIR", help="Approved baselines.")
     add("--stop-grace", type=float, default=10.0, metavar="S", help="From TERM to KILL.")
+    add("--no-early-end", action="store_true", help="Ask all questions of a job sure to fail.")
     add("--dry-run", action="store_true", help="Check and list the jobs; start nothing.")
 
 
@@ -88,6 +89,7 @@ def _request(config: pytest.Config) -> RunRequest:
         data_dir=get("--data-dir"),
         baselines=get("--baselines"),
         grace_s=get("--stop-grace"),
+        ends_early=not get("--no-early-end"),
     )
 
 

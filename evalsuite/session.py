@@ -49,6 +49,7 @@ class RunRequest:
         stops_at_failure: Leave the rest after the first FAIL or ERROR.
         grace_s: Seconds from TERM to KILL of a server.
         recorded: File that this run's durations are added to, "" for none.
+        ends_early: Whether jobs whose gate is sure to fail may end early.
     """
 
     configs: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class RunRequest:
     stops_at_failure: bool = False
     grace_s: float = 10.0
     recorded: str = ""
+    ends_early: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `run.json`."""
@@ -144,6 +146,7 @@ def prepare(
         grace_s=request.grace_s,
         commit=commit_of(environ),
         hardware=hardware_name(machine),
+        ends_early=request.ends_early,
     )
     if has_checks:
         pipeline.check(jobs, options)
@@ -199,9 +202,13 @@ def _files_of_job(name: str, root: str) -> list[str]:
 
 
 def record_durations(request: RunRequest, verdicts: Sequence[Verdict]) -> None:
-    """Add the seconds of every decided job to the file that shards are cut by."""
+    """Add the seconds of every decided, whole job to the file that shards are cut by."""
     decided = (Status.PASS, Status.FAIL, Status.INCONCLUSIVE)
-    measured = {v.job_id: v.duration_s for v in verdicts if v.status in decided}
+    measured = {
+        v.job_id: v.duration_s
+        for v in verdicts
+        if v.status in decided and not (v.result and v.result.stopped)
+    }
     if request.recorded and measured:
         shards.record_durations(Path(request.recorded), measured)
 

@@ -15,6 +15,10 @@ from typing import Protocol
 from evalsuite.config import EvalConfig
 from evalsuite.tasks.base import DataSource
 
+# Beyond this share of missing answers a job is an ERROR whatever the bounds say: so many
+# failures are a fault of the run, and the answers that did arrive are a biased sample.
+MAX_FAILED_SHARE = 0.02
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -27,6 +31,8 @@ class Progress:
         failed: Questions without an answer.
         elapsed_s: Since the first request of this run.
         reused: Answers taken from an earlier run; rates leave them out.
+        settled_right: Right answers up to the first open question, in the order of asking.
+        settled_wrong: Wrong ones; both stay 0 where the evaluator does not know its order.
     """
 
     done: int
@@ -35,6 +41,8 @@ class Progress:
     failed: int
     elapsed_s: float
     reused: int = 0
+    settled_right: int = 0
+    settled_wrong: int = 0
 
     @property
     def rate(self) -> float:
@@ -101,7 +109,13 @@ def asked_for(config: EvalConfig, limit: int | None) -> int:
 
 
 class Evaluator(Protocol):
-    """A module of this folder: its name is in `evaluators.NAMES`."""
+    """A module of this folder: its name is in `evaluators.NAMES`.
+
+    Attributes:
+        CAN_SHUFFLE: Whether `EvaluationRequest.order_seed` is honoured; else it is refused.
+    """
+
+    CAN_SHUFFLE: bool
 
     def check(self, config: EvalConfig, data: DataSource, limit: int | None) -> None:
         """Find out before a server is started whether `evaluate` could work.

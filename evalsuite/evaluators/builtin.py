@@ -20,11 +20,13 @@ from evalsuite.evaluators.aggregate import Circumstances, Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience, allow_sockets
 from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
+from evalsuite.evaluators.settled import Settled
 from evalsuite.ledger import Ledger
 from evalsuite.tasks.base import DataSource, Sample, Task, TaskSettings, hash_prompts, hash_text
 from evalsuite.wire import SamplingSettings, build_body
 
 NAME = "builtin"
+CAN_SHUFFLE = True
 PROGRESS_EVERY_S = 0.1
 ABORT_EVERY_S = 0.05
 
@@ -47,6 +49,7 @@ class _Run:
     ledger: Ledger
     waiting: Iterator[list[_Question]]
     progress: Progress
+    settled: Settled
     started: float = 0.0
     shown: float = 0.0
     stopped: str = ""
@@ -72,15 +75,22 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             for key, record in ledger.answered(hashes).items()
             if record.repeat < request.repeats
         }
+        order = [
+            (sample, repeat)
+            for repeat in range(request.repeats)
+            for sample in _ordered(samples, request.order_seed, repeat)
+        ]
         missing = [
             _Question(
                 Place(sample.index, repeat, sample.target, hashes[sample.index]), sample.prompt
             )
-            for repeat in range(request.repeats)
-            for sample in _ordered(samples, request.order_seed, repeat)
+            for sample, repeat in order
             if (sample.index, repeat) not in kept
         ]
         right = sum(record.scores.get(metric) == "correct" for record in kept.values())
+        settled = Settled([(sample.index, repeat) for sample, repeat in order])
+        for key, record in kept.items():
+            settled.note(key, record.scores.get(metric) == "correct")
         total = len(samples) * request.repeats
         run = _Run(
             request=request,
@@ -88,7 +98,12 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             metric=metric,
             ledger=ledger,
             waiting=_batches(missing, request.batch_size),
-            progress=Progress(len(kept), total, right, 0, 0.0, reused=len(kept)),
+            progress=Progress(
+                *(len(kept), total, right, 0, 0.0, len(kept)),
+                settled.num_right,
+                settled.num_wrong,
+            ),
+            settled=settled,
         )
         concurrency, notes = _concurrency(request, len(missing))
         run.started = time.perf_counter()
@@ -212,12 +227,15 @@ def _book(
     """Write one record per question and count it."""
     correct = failed = 0
     for position, question in enumerate(questions):
+        is_right: bool | None = None
         if isinstance(outcome, RequestFailure):
             record = failed_record(question.place, outcome)
             failed += 1
         else:
             record = answered_record(run.task, question.place, outcome[position])
-            correct += record.scores[run.metric] == "correct"
+            is_right = record.scores[run.metric] == "correct"
+            correct += is_right
+        run.settled.note((question.place.index, question.place.repeat), is_right)
         run.ledger.add(record)
     before = run.progress
     run.progress = Progress(
@@ -227,6 +245,8 @@ def _book(
         failed=before.failed + failed,
         elapsed_s=time.perf_counter() - run.started,
         reused=before.reused,
+        settled_right=run.settled.num_right,
+        settled_wrong=run.settled.num_wrong,
     )
 
 

@@ -33,6 +33,7 @@ from evalsuite.tasks.base import DataSource, Task, TaskSettings
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
 
 NAME = "lm-eval"
+CAN_SHUFFLE = False
 POLL_S = 0.1
 STOP_WAIT_S = 5.0
 NUM_LOG_LINES = 15

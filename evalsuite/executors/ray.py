@@ -17,7 +17,7 @@ from evalsuite.errors import ConfigError, ServerError
 from evalsuite.evidence import BackendEvidence
 from evalsuite.executors import local
 from evalsuite.jobs import EvalJob
-from evalsuite.judge import judge
+from evalsuite.judge import RunContext, judge
 from evalsuite.pipeline import RunOptions
 from evalsuite.progress import Display, PlainDisplay
 from evalsuite.run_folder import RunFolder
@@ -138,7 +138,8 @@ def _collect(
         except ray.exceptions.RayError as error:
             # The node died or the task was lost: infrastructure, safe to retry.
             lost = ServerError(f"evaluation: the Ray task was lost: {error}")
-            done = [judge(job, None, BackendEvidence(), error=lost) for job in group]
+            context = RunContext(error=lost)
+            done = [judge(job, None, BackendEvidence(), context=context) for job in group]
         for verdict in done:
             verdicts[verdict.job_id] = verdict
             display.job_ended(verdict)
@@ -147,7 +148,7 @@ def _collect(
 def _unschedulable(job: EvalJob, needs: dict[str, float]) -> Verdict:
     wanted = ", ".join(f"{key} {value:g}" for key, value in sorted(needs.items()))
     error = ServerError(f"start: no node of the Ray cluster has {wanted}")
-    return judge(job, None, BackendEvidence(), error=error)
+    return judge(job, None, BackendEvidence(), context=RunContext(error=error))
 
 
 def _book(

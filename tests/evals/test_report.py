@@ -196,7 +196,9 @@ def test_html_page_is_self_contained_and_complete() -> None:
 
 def test_history_is_read_from_the_runs_themselves(tmp_path: Path) -> None:
     first = judge(make_job(), make_result(1190, 1319), BackendEvidence())
-    error = judge(make_job(), None, BackendEvidence(), error=ServerError("died"))
+    error = judge(
+        make_job(), None, BackendEvidence(), context=RunContext(error=ServerError("died"))
+    )
     for number, verdict in enumerate([first, error, first]):
         write_all(tmp_path / f"run-{number}", [verdict], {}, RunMeta(f"run-{number}"))
         os.utime(tmp_path / f"run-{number}" / "results.json", (number, number))

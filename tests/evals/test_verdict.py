@@ -12,9 +12,8 @@ from verdict_helpers import make_job, make_record, make_result
 
 from evalsuite.baseline import Answer, Baseline, BaselinePair, identity_of
 from evalsuite.config import Calibration, ExpectBackend, Gate
-from evalsuite.early_end import EarlyEnd
 from evalsuite.errors import EvalError, ServerError
-from evalsuite.evaluators.base import EvalResult, Progress
+from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence
 from evalsuite.family import hold_family_rate
 from evalsuite.jobs import EvalJob
@@ -44,7 +43,10 @@ def test_skip_and_dead_server() -> None:
     skipped = judge(make_job("pool b200 is not here"), None, NOTHING)
     assert (skipped.status, skipped.reason) == (Status.SKIP, "pool b200 is not here")
     dead = judge(
-        make_job(), None, NOTHING, error=ServerError("died in evaluation", "cmd", -9, ["a", "b"])
+        make_job(),
+        None,
+        NOTHING,
+        context=RunContext(error=ServerError("died in evaluation", "cmd", -9, ["a", "b"])),
     )
     assert dead.status is Status.ERROR
     assert dead.log_tail == ("a", "b")
@@ -56,7 +58,7 @@ def test_a_killed_server_never_passes_on_the_answers_it_gave() -> None:
     # 400 of 1,319 answered, all right; the error is what counts.
     result = make_result(400, 1319, failed=919)
     for error in (ServerError("died"), None):
-        verdict = judge(make_job(), result, NOTHING, error=error)
+        verdict = judge(make_job(), result, NOTHING, context=RunContext(error=error))
         assert verdict.status is Status.ERROR
         assert verdict.accuracy is None
         assert exit_code([verdict]) == 75
@@ -97,7 +99,9 @@ def test_incomplete_and_stopped_runs_are_errors() -> None:
     verdict = judge(make_job(), stopped, NOTHING)
     assert verdict.status is Status.ERROR
     assert "the server process ended" in verdict.reason
-    error = judge(make_job(), None, NOTHING, error=EvalError("no data", 0, 0, ""))
+    error = judge(
+        make_job(), None, NOTHING, context=RunContext(error=EvalError("no data", 0, 0, ""))
+    )
     assert error.status is Status.ERROR
 
 
@@ -269,34 +273,6 @@ def test_holm_withdraws_what_the_number_of_jobs_explains() -> None:
     assert held["floor"].status is Status.FAIL
     assert held["threshold"].status is Status.FAIL
     assert [v.job_id for v in hold_family_rate(verdicts)] == [v.job_id for v in verdicts]
-
-
-def progress(done: int, correct: int, failed: int = 0) -> Progress:
-    return Progress(done=done, total=1319, correct=correct, failed=failed, elapsed_s=1.0)
-
-
-def test_early_end_when_the_floor_is_out_of_reach() -> None:
-    watch = EarlyEnd(needed=1135, total=1319, is_shuffled=False)
-    watch.on_progress(progress(300, 120))
-    assert watch.should_abort() == ""
-    watch.on_progress(progress(400, 215))  # 185 wrong; 184 may be
-    assert watch.should_abort().startswith("decided: 185 of 400 answers are wrong")
-    result = make_result(215, 1319, failed=919, stopped=watch.should_abort())
-    verdict = judge(make_job(), result, NOTHING)
-    assert verdict.status is Status.FAIL
-    assert "can no longer be reached" in verdict.reason
-
-
-def test_early_end_of_a_broken_build_needs_random_order() -> None:
-    shuffled = EarlyEnd(1135, 1319, is_shuffled=True)
-    in_order = EarlyEnd(1135, 1319, is_shuffled=False)
-    for watch in (shuffled, in_order):
-        watch.on_progress(progress(40, 0))
-    assert "broken build" in shuffled.should_abort()
-    assert in_order.should_abort() == ""
-    failing = EarlyEnd(1135, 1319, is_shuffled=True)
-    failing.on_progress(progress(400, 0, failed=400))  # failed requests say nothing
-    assert failing.should_abort() == ""
 
 
 @pytest.mark.parametrize(
