@@ -13,8 +13,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from evalsuite import tasks
 from evalsuite.capacity import check_capacity
 from evalsuite.config import read_config
+from evalsuite.config_checks import TEST_SET_SIZE
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.hardware import load_hardware
 from evalsuite.layout import layout_of
@@ -26,6 +28,9 @@ _FILE_STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # What the field's configs ask for: five shots and an answer fit with room to spare.
 _CONTEXT = ("--max-model-len", "8192")
 _SUITES = {"tp": "moe-refactor", "dp": "moe-refactor-dp-ep"}
+_USUAL_SHOTS = 5
+# lm-eval's chain-of-thought task has eight examples of its own.
+_SHOTS = {"gsm8k_cot": 8}
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 # What YAML 1.1 reads as something else than text.
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
@@ -44,7 +49,7 @@ class NewConfig:
         suite: Folder below the suites' root, "" for the one that the layout belongs to.
         provenance: Where the threshold comes from.
         engine: Engine name.
-        task: Task name.
+        task: Task name; gives the shots, the metric and the number of questions.
         tolerance: What may be lost below the threshold.
         extra_args: More server arguments, as one string.
         name: File stem, "" to build it from the parts.
@@ -114,6 +119,7 @@ def _render(asked: NewConfig, layout: str, is_ep: bool) -> str:
         argv += _CONTEXT
     argv += [sizes[layout[:2]], layout[2:], *(["--enable-expert-parallel"] if is_ep else [])]
     argv += ["--moe-backend", asked.backend]
+    task = tasks.get(asked.task)
     source = asked.provenance or "given by hand; not measured"
     lines = [
         f"model_name: {_scalar(asked.model)}",
@@ -121,11 +127,11 @@ def _render(asked: NewConfig, layout: str, is_ep: bool) -> str:
         f"tolerance: {asked.tolerance!r}",
         "calibration: uncalibrated",
         f"provenance: {_scalar(source)}",
-        "num_questions: 1319",
-        "num_fewshot: 5",
-        f"task: {_scalar(asked.task)}",
+        f"num_questions: {TEST_SET_SIZE[task.name]}",
+        f"num_fewshot: {_SHOTS.get(task.name, _USUAL_SHOTS)}",
+        f"task: {_scalar(task.name)}",
         "evaluator: builtin",
-        "metric: last-number",
+        f"metric: {_scalar(task.default_metric)}",
         f"engine: {_scalar(asked.engine)}",
         f"server_args: {json.dumps(shlex.join(argv), ensure_ascii=False)}",
         f"expect_backend: {_scalar(asked.backend)}",

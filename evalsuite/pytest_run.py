@@ -208,14 +208,14 @@ class Plugin:
             return
         from rich.console import Console
 
-        from evalsuite.report.terminal import print_verdicts
+        from evalsuite.report.terminal import LOG_WIDTH, print_verdicts
 
         terminalreporter.section("verdicts")
         screen = terminalreporter._tw
         console = Console(
             file=screen._file,
             force_terminal=screen.hasmarkup,
-            width=max(screen.fullwidth, 160) if not screen.hasmarkup else None,
+            width=max(screen.fullwidth, LOG_WIDTH) if not screen.hasmarkup else None,
         )
         print_verdicts(list(self._verdicts.values()), console)
         terminalreporter.write_line(f"results: {config.stash[_FOLDER].path}")

@@ -69,3 +69,25 @@ def backend_cell(verdict: Verdict) -> str:
     if evidence.observed:
         return evidence.observed
     return f"{evidence.declared} (declared)" if evidence.declared else "-"
+
+
+def asked_cell(verdict: Verdict) -> str:
+    """Requested backend, "auto" where the server chose."""
+    return verdict.evidence.declared or "auto"
+
+
+def margin_cell(verdict: Verdict) -> str:
+    """Distance from the floor in standard errors, with its sign."""
+    return "-" if verdict.margin_se is None else f"{verdict.margin_se:+.1f} SE"
+
+
+def speed_cell(verdict: Verdict) -> str:
+    """Questions per second of this run; answers kept from an earlier one are left out."""
+    result = verdict.result
+    if result is None or result.duration_s <= 0:
+        return "-"
+    asked = sum(
+        outcome is not None for outcomes in result.per_question.values() for outcome in outcomes
+    )
+    fresh = (asked or result.num_answered) - result.reused
+    return f"{fresh / result.duration_s:.1f}" if fresh > 0 else "-"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evalsuite.cli import main
 from evalsuite.cli_config import new_config, validate
 from evalsuite.config import load_config
 from evalsuite.layout import layout_of
@@ -47,6 +48,34 @@ class TestNew:
         listed = read_list(root / suite / "config-h200.txt", root)
         assert [entry.path.stem for entry in listed.entries] == [stem]
         assert validate([str(root)], strict=True) == 0
+
+    @pytest.mark.parametrize(
+        ("task", "metric", "shots"),
+        [
+            ("gsm8k", "last-number", 5),
+            ("gsm8k-border", "numeric", 5),
+            ("gsm8k-lm-eval", "strict-match", 5),
+            ("gsm8k_cot", "strict-match", 8),
+            ("minigsm", "last-number", 5),
+        ],
+    )
+    def test_a_task_brings_its_metric_and_its_shots(
+        self, root: Path, task: str, metric: str, shots: int
+    ) -> None:
+        argv = ["new", "some/Model", "--backend", "triton", "--layout", "tp2", "--pool", "h200"]
+        argv += ["--threshold", "0.8", "--task", task, "--name", "mine"]
+        assert main([*argv, "--configs-root", str(root)]) == 0
+        config = load_config(root / "moe-refactor/mine.yaml")
+        assert (config.task, config.metric, config.num_fewshot) == (task, metric, shots)
+        assert config.num_questions == 1319
+
+    def test_an_unknown_task_names_the_closest(
+        self, root: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv = ["new", "some/Model", "--backend", "triton", "--layout", "tp2", "--pool", "h200"]
+        argv += ["--threshold", "0.8", "--task", "gsm8k_cott", "--configs-root", str(root)]
+        assert main(argv) == 4
+        assert "did you mean 'gsm8k_cot'" in capsys.readouterr().err
 
     def test_appends_to_a_list_without_a_last_line_end(self, root: Path) -> None:
         path = root / "moe-refactor/config-h100.txt"
