@@ -50,7 +50,8 @@ acceptance: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow tests --timeout=0
 
 bench: $(VENV)/.dev
-	$(BIN)/moeserve bench serve --help
+	mkdir -p results
+	$(BIN)/moeserve bench peers --rounds 5 --soak 8 --save-result results/bench-cpu.json
 
 render: $(VENV)/.dev
 	$(BIN)/evalsuite ci render

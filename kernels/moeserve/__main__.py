@@ -20,6 +20,7 @@ _BENCHES = {
     "router": "moeserve.bench.router",
     "startup": "moeserve.bench.startup",
     "compat": "moeserve.bench.compat",
+    "peers": "moeserve.bench.peers",
 }
 # Each module has `main(argv) -> exit status`.
 _COMMANDS = {"backends": "moeserve.backends_command", "repro": "moeserve.bench.repro"}

@@ -103,6 +103,8 @@ _ADJUSTMENTS: tuple[Body, ...] = (
     {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     {"temperature": 1.0, "top_k": 1, "seed": 7},
 )
+# vLLM refuses two equal answers where the temperature is 0; of one candidate there is no chance.
+_TWO: Body = {"n": 2, "temperature": 1.0, "top_k": 1}
 _LIMITS: tuple[Body, ...] = (
     {"max_tokens": 1},
     {},
@@ -138,7 +140,9 @@ _KINDS: dict[str, tuple[str, Callable[[_Question], Body]]] = {
     ),
     "lists of token ids": (
         COMPLETIONS,
-        lambda q: _ids(q, prompt=[q.ids, q.ids[-(20 + q.number) :]]),
+        lambda q: _ids(
+            q, prompt=[q.ids, q.ids[-(20 + q.number) :]], **(_TWO if q.number % 2 else {})
+        ),
     ),
     "lengths": (COMPLETIONS, lambda q: {"prompt": q.text, **_LIMITS[q.number]}),
     "one stop": (
