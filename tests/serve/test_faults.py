@@ -146,7 +146,7 @@ def test_a_lost_row_is_the_last_of_each_full_tile() -> None:
     expected = torch.tensor([[0, 1], [-1, 2], [0, -1], [-1, -1], [0, 2]], dtype=torch.int32)
     assert torch.equal(without_rows(ids, 2), expected)
     assert torch.equal(without_rows(ids, 6), ids)
-    factors, chosen = reference_routing(logits(SPEC, T), SPEC.routing)
+    _, chosen = reference_routing(logits(SPEC, T), SPEC.routing)
     lost = without_rows(chosen.to(torch.int32), 4)
     assert relative_error(run(Fault("row-lost", 4)), truth(ids=lost)) < CLOSE
 
