@@ -151,16 +151,19 @@ def compare_logprobs(
     )
     p_values = [p for p in (p_mean, p_spread, p_beyond) if p is not None]
     level = limits.alpha / len(p_values)
-    spread_text = "" if p_spread is None else f", p {p_spread:.4g}"
-    if p_beyond is not None:
-        spread_text += f"; {num_beyond} answers beyond the noise, p {p_beyond:.4g}"
-    reason = (
-        f"{outcome.num_tokens} tokens of {len(pairs)} answers: mean loss "
-        f"{outcome.mean_shift:+.5f} nats a token (passes {limits.max_mean_shift:g}, p "
-        f"{p_mean:.4g}), spread {outcome.spread:.5f}{spread_text}; level {level:.4g} each"
-    )
     status = Status.FAIL if min(p_values) <= level else Status.PASS
-    return replace(outcome, status=status, reason=reason)
+    return replace(outcome, status=status, reason=_reason(outcome, limits, level))
+
+
+def _reason(outcome: ReplayOutcome, limits: ReplayLimits, level: float) -> str:
+    spread = "" if outcome.p_spread is None else f", p {outcome.p_spread:.4g}"
+    if outcome.p_beyond is not None:
+        spread += f"; {outcome.num_beyond} answers beyond the noise, p {outcome.p_beyond:.4g}"
+    return (
+        f"{outcome.num_tokens} tokens of {outcome.num_questions} answers: mean loss "
+        f"{outcome.mean_shift:+.5f} nats a token (passes {limits.max_mean_shift:g}, p "
+        f"{outcome.p_mean:.4g}), spread {outcome.spread:.5f}{spread}; level {level:.4g} each"
+    )
 
 
 def _excess(
