@@ -29,6 +29,8 @@ class ForwardBatch:
         num_decodes: Leading rows that belong to sequences with one token each.
         num_padding_tokens: Rows at the end that belong to nobody.
         attention: What the attention backend's `plan` returned for this step.
+        last_tokens: [max_num_seqs] int32 where a step may begin before the host knows the last
+            one's tokens: a token id of -1 - r then stands for `last_tokens[r]`.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +40,7 @@ class ForwardBatch:
     num_decodes: int
     num_padding_tokens: int
     attention: object
+    last_tokens: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +69,7 @@ def host_batch(plan: StepPlan, block_table: Array, page_size: int) -> HostBatch:
         token_ids += seq.tokens[seq.num_computed : seq.num_computed + count]
     start = np.array(starts, dtype=np.int64)
     count_array = np.array(counts, dtype=np.int64)
+    seq_lens = start + count_array
     cu_seqlens_q = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(count_array, out=cu_seqlens_q[1:])
     if prefills:
@@ -80,8 +84,8 @@ def host_batch(plan: StepPlan, block_table: Array, page_size: int) -> HostBatch:
         positions=positions,
         slot_mapping=pages * np.int64(page_size) + positions % page_size,
         cu_seqlens_q=cu_seqlens_q,
-        seq_lens=start + count_array,
-        block_table=block_table[rows],
+        seq_lens=seq_lens,
+        block_table=block_table[:, : -(-int(seq_lens.max()) // page_size)][rows],
         seq_ids=np.array(ids, dtype=np.int64),
         num_decodes=len(decodes),
         page_size=page_size,

@@ -25,7 +25,11 @@ def describe(runner: ModelRunner, limits: SchedulerLimits, load_s: float) -> Eng
         "dtype": str(runner.options.dtype).removeprefix("torch."),
         "architecture": spec.architecture,
         "moe": moe,
-        "attention": {"backend": runner.attention.name, "page_size": runner.attention.page_size},
+        "attention": {
+            "backend": runner.attention.name,
+            "reason": runner.attention.reason,
+            "page_size": runner.attention.page_size,
+        },
         "parallel": {
             "tensor_parallel_size": moe_spec.tp_size if moe_spec else 1,
             "data_parallel_size": moe_spec.dp_size if moe_spec else 1,

@@ -1,53 +1,49 @@
-"""The step loop's body: schedule, run, finish.
+"""The step loop's body: schedule, launch, finish.
 
 Receives `Request`s, returns `StepOutput`s. `Engine.step` is the only place that schedules, runs
-the model and finishes sequences. `process.py` runs it in its own process; tests call it directly.
+the model and finishes sequences. On a GPU a step is launched before the tokens of the one before
+it are read, so that the host's work is hidden behind the device's; a sequence that turns out to
+have ended then runs in one step too many, whose token is dropped. `process.py` runs the engine in
+its own process; tests call it directly.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from moeserve.engine.batch import ForwardBatch, forward_batch
 from moeserve.engine.client import EngineInfo, EngineStats
 from moeserve.engine.config import EngineConfig
 from moeserve.engine.describe import describe
+from moeserve.engine.events import StepOutput, end_event, token_event
+from moeserve.engine.host_steps import Step
 from moeserve.engine.kv_cache import PagePool
 from moeserve.engine.request import FinishReason, Logprob, Request, TokenEvent
 from moeserve.engine.scheduler import Scheduler, StepPlan
 from moeserve.engine.sequence import Sequence
 from moeserve.engine.startup import start
 from moeserve.runner.model_runner import LOGITS_ROWS
-from moeserve.runner.sampler import Sampled, sample, score_tokens
+from moeserve.runner.sampler import Sampled, score_tokens
 
 logger = logging.getLogger(__name__)
 NOT_FINITE = "the model produced no finite logits for this request"
 
 
-@dataclass
-class StepOutput:
-    """What one step has to say, most of it as two flat lists.
+@dataclass(frozen=True)
+class Flight:
+    """A launched step whose tokens have not been read.
 
     Attributes:
-        ids: Requests with one plain new token.
-        tokens: That token.
-        events: Everything else: first tokens, log-probabilities, ends.
+        step: Where they will come from.
+        places: Index of each row's token in its sequence; empty where none was reserved.
+        scored: Sequences that wanted their prompt scored and nothing else.
     """
 
-    ids: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    events: list[TokenEvent] = field(default_factory=list)
-
-    def all_events(self) -> list[TokenEvent]:
-        """Everything as events, plain tokens first."""
-        plain = [TokenEvent(i, (t,)) for i, t in zip(self.ids, self.tokens, strict=True)]
-        return plain + self.events
-
-    def __bool__(self) -> bool:
-        return bool(self.ids or self.events)
+    step: Step
+    places: list[int]
+    scored: list[Sequence]
 
 
 class Engine:
@@ -57,6 +53,7 @@ class Engine:
         started = start(config)
         self.config = started.config
         self.runner = started.runner
+        self.steps = started.steps
         self.limits = started.limits
         self.pool = PagePool(
             self.runner.num_pages, self.runner.attention.page_size, config.has_prefix_caching
@@ -65,6 +62,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenEvent] = []
         self._plan = StepPlan([], [])
+        self._flight: Flight | None = None
         self._arrivals = 0
         self._num_steps = 0
         self._threads = started.threads
@@ -88,7 +86,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
-            padding_rows=self.runner.padding_rows(),
+            padding_rows=self.runner.padding_rows() + self.steps.num_padding_rows,
             nan_rows=self.runner.nan_rows(),
             num_steps=self._num_steps,
         )
@@ -108,7 +106,7 @@ class Engine:
         self._sequences[request.id] = seq
         if len(seq.tokens) == seq.max_total and not seq.needs_prompt_logprobs:
             # Nothing to generate and nothing to score.
-            self._emit_end(seq, FinishReason.LENGTH, self._pending)
+            self._pending.append(end_event(seq, FinishReason.LENGTH))
             del self._sequences[request.id]
         else:
             self.scheduler.add(seq)
@@ -122,13 +120,17 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        """Schedule, run, finish; returns what happened."""
+        """Schedule and launch a step, then finish the one before it, or both where it must."""
         out = StepOutput(events=self._pending)
         self._pending = []
         plan = self._plan = self.scheduler.schedule()
-        if plan:
-            self._run(plan, out)
-            self._num_steps += 1
+        flight = self._launch(plan) if plan else None
+        if self._flight is not None:
+            self._land(self._flight, out)
+        self._flight = flight
+        if flight is not None and not flight.step.may_wait:
+            self._land(flight, out)
+            self._flight = None
         self._plan = StepPlan([], [])
         return out
 
@@ -137,8 +139,11 @@ class Engine:
         out = StepOutput(events=self._pending)
         self._pending = []
         self.pool.drop_cache()
-        for seq in [*self._plan.decodes, *(s for s, _ in self._plan.prefills)]:
-            if seq.request.id in self._sequences:
+        flying = self._flight.step.rows if self._flight is not None else []
+        self._flight = None
+        broken = [*self._plan.decodes, *(s for s, _ in self._plan.prefills), *flying]
+        for seq in dict.fromkeys(broken):
+            if self._sequences.get(seq.request.id) is seq:
                 self._discard(seq, error, out)
         self._plan = StepPlan([], [])
         return out
@@ -169,27 +174,36 @@ class Engine:
             return f"request id {request.id!r} is in use"
         return ""
 
-    def _run(self, plan: StepPlan, out: StepOutput) -> None:
-        runner = self.runner
-        batch = forward_batch(
-            plan, self.scheduler.block_table, runner.attention, runner.options.device
-        )
-        self._threads.use_for(batch.num_tokens)
-        hidden = runner.hidden(batch)
-        rows = plan.sampled()
-        sampled = sample(runner.logits(hidden, batch.logits_rows), rows) if rows else None
-        done = self._score_prompts(plan, batch, hidden) if plan.prefills else []
+    def _launch(self, plan: StepPlan) -> Flight:
+        """Begin a step and reserve the places of its tokens, where they may come later."""
+        self._threads.use_for(plan.num_tokens)
+        step = self.steps.launch(plan, self.scheduler.block_table)
+        self._num_steps += 1
+        scored = []
+        if plan.prefills and step.hidden is not None:
+            scored = self._score_prompts(plan, step.hidden)
         self.scheduler.advance(plan)
-        if sampled is not None:
-            self._append(rows, sampled, out)
-        for seq in done:
-            if seq.request.id in self._sequences:
-                self._finish(seq)
-                self._emit_end(seq, FinishReason.LENGTH, out.events)
+        places = []
+        if step.may_wait:
+            for seq in step.rows:
+                places.append(len(seq.tokens))
+                seq.tokens.append(-1 - seq.row)
+                seq.num_pending += 1
+        return Flight(step, places, scored)
 
-    def _score_prompts(
-        self, plan: StepPlan, batch: ForwardBatch, hidden: torch.Tensor
-    ) -> list[Sequence]:
+    def _land(self, flight: Flight, out: StepOutput) -> None:
+        """Wait for a step's tokens and give them to their sequences."""
+        sampled = flight.step.sampled()
+        rows = flight.step.rows
+        if sampled is not None:
+            places = flight.places or [len(seq.tokens) for seq in rows]
+            self._append(rows, places, sampled, out)
+        for seq in flight.scored:
+            if self._sequences.get(seq.request.id) is seq:
+                self._finish(seq)
+                out.events.append(end_event(seq, FinishReason.LENGTH))
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[Sequence]:
         """Log-probabilities of prompt tokens; returns sequences that wanted nothing else."""
         done = []
         row = len(plan.decodes)
@@ -214,70 +228,36 @@ class Engine:
                 scores.as_logprob(i, num_top, Logprob) for i in range(len(targets))
             )
 
-    def _append(self, rows: list[Sequence], sampled: Sampled, out: StepOutput) -> None:
+    def _append(
+        self, rows: list[Sequence], places: list[int], sampled: Sampled, out: StepOutput
+    ) -> None:
         ids, tokens = out.ids, out.tokens
         for index, seq in enumerate(rows):
-            token = sampled.tokens[index]
+            # Aborted, or ended by the step before: this one was launched too early to know.
+            if self._sequences.get(seq.request.id) is not seq:
+                continue
+            token, place = sampled.tokens[index], places[index]
             if sampled.bad_rows and index in sampled.bad_rows:
                 self.pool.drop_cache()
                 self._discard(seq, NOT_FINITE, out)
                 continue
             is_stop = token in seq.stop_ids
-            seq.tokens.append(token)
-            is_last = is_stop or len(seq.tokens) >= seq.max_total
+            if place == len(seq.tokens):
+                seq.tokens.append(token)
+            else:
+                seq.tokens[place] = token
+                seq.num_pending -= 1
+            is_last = is_stop or place + 1 >= seq.max_total
             if seq.counts is not None:
                 seq.counts[token] += 1
             if seq.is_started and not is_last and index not in sampled.scored_rows:
                 ids.append(seq.request.id)
                 tokens.append(token)
                 continue
-            out.events.append(self._event(seq, token, index, sampled, is_stop, is_last))
+            out.events.append(token_event(seq, sampled, index, is_stop=is_stop, is_last=is_last))
             seq.is_started = True
             if is_last:
                 self._finish(seq)
-
-    def _event(
-        self,
-        seq: Sequence,
-        token: int,
-        index: int,
-        sampled: Sampled,
-        is_stop: bool,
-        is_last: bool,
-    ) -> TokenEvent:
-        logprobs: tuple[Logprob, ...] = ()
-        if sampled.scores is not None and index in sampled.scored_rows:
-            num_top = seq.request.sampling.num_logprobs or 0
-            row = sampled.scored_rows[index]
-            logprobs = (sampled.scores.as_logprob(row, num_top, Logprob),)
-        reason = None
-        if is_last:
-            reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-        return TokenEvent(
-            request_id=seq.request.id,
-            token_ids=() if is_stop else (token,),
-            logprobs=logprobs,
-            prompt_logprobs=self._first_prompt_logprobs(seq),
-            finish_reason=reason,
-            num_cached_tokens=0 if seq.is_started else max(seq.num_cached, 0),
-            stop_token_id=token if is_stop else None,
-        )
-
-    def _first_prompt_logprobs(self, seq: Sequence) -> tuple[Logprob | None, ...]:
-        if seq.is_started or seq.request.sampling.num_prompt_logprobs is None:
-            return ()
-        return tuple(seq.prompt_logprobs)
-
-    def _emit_end(self, seq: Sequence, reason: FinishReason, events: list[TokenEvent]) -> None:
-        """A finish without a token."""
-        events.append(
-            TokenEvent(
-                seq.request.id,
-                prompt_logprobs=self._first_prompt_logprobs(seq),
-                finish_reason=reason,
-                num_cached_tokens=max(seq.num_cached, 0),
-            )
-        )
 
     def _finish(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)

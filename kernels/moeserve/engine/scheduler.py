@@ -56,6 +56,11 @@ class StepPlan:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 
+    @property
+    def num_tokens(self) -> int:
+        """T of the step."""
+        return len(self.decodes) + sum(count for _, count in self.prefills)
+
     @staticmethod
     def yields_token(seq: Sequence, count: int) -> bool:
         """Whether `count` more tokens of `seq` reach its last one, and another is wanted."""
@@ -127,11 +132,15 @@ class Scheduler:
         for seq in list(self.running):
             if seq.row < 0 or len(seq.tokens) - seq.num_computed != 1:
                 continue
+            if seq.num_pending and seq.is_ending:
+                continue
             position = seq.num_computed
             if position == len(seq.pages) * page_size and not self._grow(seq):
                 continue
-            if (position + 1) % page_size == 0:
-                self._publish(seq, position + 1)
+            # A page is named by its tokens, so it is published once the host knows all of them.
+            num_known = position + 1 - seq.num_pending
+            if num_known >= (seq.num_published + 1) * page_size:
+                self._publish(seq, num_known)
             decodes.append(seq)
         return decodes
 

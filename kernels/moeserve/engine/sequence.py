@@ -18,7 +18,8 @@ class Sequence:
 
     Attributes:
         request: As it came.
-        tokens: Prompt, then what was generated.
+        tokens: Prompt, then what was generated; one that only the device knows is -1 - row.
+        num_pending: Trailing tokens of that kind.
         num_prompt: Tokens of the prompt.
         num_computed: Tokens whose keys and values are in the cache.
         pages: KV pages in order of position.
@@ -46,6 +47,7 @@ class Sequence:
         "max_total",
         "num_cached",
         "num_computed",
+        "num_pending",
         "num_prompt",
         "num_published",
         "pages",
@@ -66,6 +68,7 @@ class Sequence:
         self.tokens = list(request.prompt_ids)
         self.num_prompt = len(self.tokens)
         self.num_computed = 0
+        self.num_pending = 0
         self.pages: list[int] = []
         self.keys: list[bytes] = []
         self.num_published = 0
@@ -100,6 +103,11 @@ class Sequence:
     def num_left(self) -> int:
         """Tokens that are known and not yet in the cache; 1 while decoding."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its last token is on its way, and no step must be made for another."""
+        return self.num_pending > 0 and len(self.tokens) >= self.max_total
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from moeserve import presets, tiny
-from moeserve.engine.config import DTYPES, EngineConfig
+from moeserve.engine.config import CPU_STEP_TOKENS, DTYPES, GPU_STEP_TOKENS, EngineConfig
+from moeserve.engine.host_steps import HostSteps, Steps
 from moeserve.engine.scheduler import SchedulerLimits
 from moeserve.errors import Unsupported, UsageError
 from moeserve.models.config import ModelSpec, load_model_spec
@@ -23,6 +24,8 @@ from moeserve.runner.model_runner import ModelRunner, RunnerOptions
 logger = logging.getLogger(__name__)
 # KV cache of a CPU server that was given no size: some 260,000 tokens of the embedded model.
 CPU_CACHE_BYTES = 1 << 30
+# For the driver's own objects, captured graphs and sampling of rows that are not greedy.
+GPU_RESERVE_BYTES = 3 << 30
 # Below this many hidden values in a step, one CPU thread is faster: the step is many products of
 # microseconds each, and a second thread costs more to wake than it saves (measured at H = 128).
 MIN_WORK_FOR_THREADS = 512 * 128
@@ -61,11 +64,13 @@ class Started:
         config: As given, with the model folder resolved.
         runner: Model with weights and cache.
         limits: Of the scheduler.
+        steps: Launches its steps.
         threads: Chosen in each step.
     """
 
     config: EngineConfig
     runner: ModelRunner
+    steps: Steps
     limits: SchedulerLimits
     threads: CpuThreads
 
@@ -88,7 +93,7 @@ def start(config: EngineConfig) -> Started:
     threads = _threads(config, spec, device)
     threads.use_for(1)
     max_model_len = _max_model_len(config, spec)
-    limits = _limits(config, max_model_len)
+    limits = _limits(config, max_model_len, device)
     options = RunnerOptions(
         device=device,
         dtype=_dtype(config, spec, device),
@@ -97,7 +102,7 @@ def start(config: EngineConfig) -> Started:
         page_size=config.page_size,
     )
     runner = ModelRunner(config, spec, options, Parallel())
-    num_pages = _num_pages(config, runner)
+    num_pages = _num_pages(config, runner, limits)
     fitting = (num_pages - 1) * runner.attention.page_size
     if fitting < max_model_len:
         if config.max_model_len:
@@ -113,7 +118,23 @@ def start(config: EngineConfig) -> Started:
         runner.attention.page_size,
         num_pages * runner.page_bytes() / 2**30,
     )
-    return Started(config, runner, limits, threads)
+    return Started(config, runner, _steps(config, runner, limits), limits, threads)
+
+
+def _steps(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> Steps:
+    """How steps run here; on a GPU with every kernel compiled and every graph captured."""
+    if not runner.attention.is_fused:
+        return HostSteps(runner)
+    # Triton is imported only where it is used: a CPU server never needs it.
+    from moeserve.engine.device_steps import DeviceSteps, StepLimits
+
+    page_size = runner.attention.page_size
+    sizes = StepLimits(
+        limits.max_num_seqs, limits.max_num_batched_tokens, -(-limits.max_model_len // page_size)
+    )
+    steps = DeviceSteps(runner, sizes, has_graphs=not config.enforce_eager)
+    steps.warm_up()
+    return steps
 
 
 def _model_source(config: EngineConfig) -> str:
@@ -171,8 +192,11 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len or spec.max_position_embeddings
 
 
-def _limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+def _limits(config: EngineConfig, max_model_len: int, device: torch.device) -> SchedulerLimits:
     max_tokens = config.max_num_batched_tokens
+    if not max_tokens:
+        default = CPU_STEP_TOKENS if device.type == "cpu" else GPU_STEP_TOKENS
+        max_tokens = max(default, config.max_num_seqs)
     if not config.has_chunked_prefill:
         max_tokens = max(max_tokens, max_model_len)
     if config.max_num_seqs < 1:
@@ -187,13 +211,38 @@ def _limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
     )
 
 
-def _num_pages(config: EngineConfig, runner: ModelRunner) -> int:
+def _num_pages(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> int:
     if config.num_pages:
         return config.num_pages
     num_bytes = config.kv_cache_memory_bytes
     if not num_bytes:
         num_bytes = CPU_CACHE_BYTES
         if runner.options.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            num_bytes = int(free - (1.0 - config.gpu_memory_utilization) * total)
+            num_bytes = _gpu_cache_bytes(config, runner, limits)
     return num_bytes // runner.page_bytes()
+
+
+def _gpu_cache_bytes(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> int:
+    """What is left of the GPU's share; logs the whole account."""
+    free, total = torch.cuda.mem_get_info()
+    share = int(config.gpu_memory_utilization * total)
+    logits = limits.max_num_seqs * runner.spec.vocab_size * runner.options.dtype.itemsize
+    step = runner.step_bytes() + logits + GPU_RESERVE_BYTES
+    cache = share - (total - free) - step
+    gib = 2**30
+    logger.info(
+        "GPU memory: %.1f GiB of %.1f GiB may be used; %.1f GiB hold weights and scratch (and "
+        "other programs' memory), %.1f GiB are kept for steps, %.1f GiB go to the KV cache",
+        share / gib,
+        total / gib,
+        (total - free) / gib,
+        step / gib,
+        cache / gib,
+    )
+    if cache < runner.page_bytes() * 2:
+        raise UsageError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization}: {share / gib:.1f} GiB hold "
+            f"no KV cache beside {(total - free) / gib:.1f} GiB in use and {step / gib:.1f} GiB "
+            "for steps; raise it, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    return cache

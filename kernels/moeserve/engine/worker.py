@@ -20,7 +20,8 @@ from moeserve.engine.wire import Message, Unpacker, pack, receive
 
 if TYPE_CHECKING:
     from moeserve.engine.config import EngineConfig
-    from moeserve.engine.engine import Engine, StepOutput
+    from moeserve.engine.engine import Engine
+    from moeserve.engine.events import StepOutput
 
 logger = logging.getLogger("moeserve.engine")
 # A step that is still running this long after the API process went away is not waited for.

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moeserve.layers.linear import Projection, project
 from moeserve.layers.rope import apply_rope
 
 if TYPE_CHECKING:
@@ -73,10 +74,14 @@ class AttentionBackend(Protocol):
     Attributes:
         name: As shown at `/v1/backends`.
         page_size: Tokens a page.
+        reason: Why this one, for `/v1/backends`.
+        is_fused: `forward_fused` is called in place of norm, rotation and `forward`.
     """
 
     name: str
     page_size: int
+    reason: str
+    is_fused: bool
 
     def page_bytes(self) -> int:
         """Bytes of one page of one layer."""
@@ -104,6 +109,22 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def forward_fused(
+        self, qkv: Tensor, layer: Attention, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+    ) -> Tensor:
+        """Norm, rotation, cache write and attention of a fused projection.
+
+        Args:
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; may be written to.
+            layer: Its norm weights and cache.
+            rope: Cosine and sine of every position.
+            batch: The step.
+
+        Returns:
+            [T, num_heads * head_dim].
+        """
+        ...
+
     def clear(self, cache: Tensor, pages: list[int]) -> None:
         """Zero pages of one layer that hold bad values."""
         ...
@@ -120,8 +141,10 @@ class Attention(nn.Module):
         *,
         norm_eps: float | None,
         has_bias: bool,
+        projection: Projection | None = None,
     ) -> None:
         super().__init__()
+        self.projection = projection
         self.shape = shape
         self.backend = backend
         self.norm_eps = norm_eps
@@ -147,7 +170,8 @@ class Attention(nn.Module):
 
         Args:
             x: [T, H].
-            rope: Cosine and sine of the step's positions, see `layers/rope.py`.
+            rope: Cosine and sine of the step's positions, see `layers/rope.py`; of every position
+                for a fused backend.
             batch: The step.
 
         Returns:
@@ -155,7 +179,10 @@ class Attention(nn.Module):
         """
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
-        qkv = F.linear(x, self.qkv_weight, self.qkv_bias)
+        qkv = project(self.projection, x, self.qkv_weight, self.qkv_bias)
+        if self.backend.is_fused:
+            out = self.backend.forward_fused(qkv, self, rope, batch)
+            return project(self.projection, out, self.o_weight, self.o_bias)
         heads = qkv.view(x.shape[0], -1, shape.head_dim)
         qk = heads[:, :num_qk]
         if self.norm_eps is not None:
@@ -164,4 +191,4 @@ class Attention(nn.Module):
         out = self.backend.forward(
             heads[:, : shape.num_heads], heads[:, shape.num_heads :], self.cache, batch
         )
-        return F.linear(out, self.o_weight, self.o_bias)
+        return project(self.projection, out, self.o_weight, self.o_bias)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.layers.attention import Array, AttentionShape, HostBatch
+from moeserve.layers.attention import Array, Attention, AttentionShape, HostBatch
 from moeserve.layers.decode_rows import DecodeRows, RowPlan, lazy_zeros
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class TorchPagedAttention:
     """The attention backend for CPUs; see `AttentionBackend`."""
 
     name = "torch"
+    reason = "the backend for CPUs"
+    is_fused = False
 
     def __init__(self, shape: AttentionShape, page_size: int = DEFAULT_PAGE_SIZE) -> None:
         self.shape = shape
@@ -193,6 +195,12 @@ class TorchPagedAttention:
             rows = slice(chunk.start, chunk.stop)
             out[rows] = self._prefill(q[rows], cache, chunk)
         return out
+
+    def forward_fused(
+        self, qkv: Tensor, layer: Attention, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+    ) -> Tensor:
+        """Not this backend's form."""
+        raise NotImplementedError("attention backend 'torch' takes queries and keys apart")
 
     def _read(self, cache: Tensor, run: PageRun) -> Tensor:
         """Keys and values [2 * num_kv_heads, slots, head_dim] of a run; valid to the next call."""

@@ -6,20 +6,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moeserve.layers.linear import Projection
+
 
 class Embedding(nn.Module):
     """One table [V, H]; a model with tied embeddings uses it at both ends."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        projection: Projection | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False
         )
+        self.projection = projection
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Look up [T] int64."""
-        return self.weight.index_select(0, token_ids)
+    def forward(self, token_ids: Tensor, last_tokens: Tensor | None = None) -> Tensor:
+        """Look up rows.
+
+        Args:
+            token_ids: [T]; -1 - r stands for `last_tokens[r]` where those are given.
+            last_tokens: [max_num_seqs] int32, tokens that only the device knows.
+        """
+        if last_tokens is None:
+            return self.weight.index_select(0, token_ids)
+        # Triton is imported only where it is used: a CPU server never needs it.
+        from moeserve.triton_kernels.norm import embed
+
+        return embed(token_ids, last_tokens, self.weight)
+
+    def raw_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project [R, H] to [R, V] in the model's dtype, into `out` where given."""
+        if self.projection is not None:
+            return self.projection(hidden, self.weight, None, out)
+        if out is None:
+            return F.linear(hidden, self.weight)
+        return torch.mm(hidden, self.weight.t(), out=out)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project [R, H] to logits [R, V] float32."""
-        return F.linear(hidden, self.weight).float()
+        return self.raw_logits(hidden).float()

@@ -1,4 +1,8 @@
-"""Root-mean-square norm over the last dimension: [T, H] -> [T, H], computed in float32 inside."""
+"""Root-mean-square norm over the last dimension: [T, H] -> [T, H], computed in float32 inside.
+
+Every norm of a decoder follows an addition to the residual stream, so both are one call here. The
+one-kernel form for GPUs is `triton_kernels/norm.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,39 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, *, is_fused: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
         self.eps = eps
         self.shape = (size,)
+        self.is_fused = is_fused
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [T, H]; keeps dtype."""
+        if self.is_fused:
+            # Triton is imported only where it is used: a CPU server never needs it.
+            from moeserve.triton_kernels.norm import add_norm
+
+            return add_norm(x, None, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and normalise the sum.
+
+        Args:
+            x: [T, H], or None where there is nothing to add yet.
+            residual: [T, H]; may be written to, and is not to be used again.
+
+        Returns:
+            The normalised rows, and the stream.
+        """
+        if x is None:
+            return self.forward(residual), residual
+        if self.is_fused:
+            from moeserve.triton_kernels.norm import add_norm
+
+            return add_norm(x, residual, self.weight, self.eps), residual
+        residual = residual + x
+        return self.forward(residual), residual

@@ -11,27 +11,32 @@ from torch import Tensor
 
 
 class RotaryTable:
-    """Cosine and sine of every position up to the context length."""
+    """Cosine and sine of every position up to the context length.
+
+    Attributes:
+        cos: [positions, head_dim], both halves alike.
+        sin: [positions, head_dim / 2].
+    """
 
     def __init__(self, head_dim: int, max_positions: int, theta: float, dtype: torch.dtype) -> None:
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32)
         angles = torch.outer(
             torch.arange(max_positions, dtype=torch.float32), 1.0 / theta ** (steps / head_dim)
         )
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=1).to(dtype)
-        self._sin = angles.sin().to(dtype)
+        self.cos = torch.cat((angles.cos(), angles.cos()), dim=1).to(dtype)
+        self.sin = angles.sin().to(dtype)
 
     def to(self, device: torch.device) -> RotaryTable:
         """Move the tables; returns self."""
-        self._cos = self._cos.to(device)
-        self._sin = self._sin.to(device)
+        self.cos = self.cos.to(device)
+        self.sin = self.sin.to(device)
         return self
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables of one step: cosine [T, 1, head_dim], sine [T, 1, head_dim / 2]."""
         return (
-            self._cos.index_select(0, positions).unsqueeze(1),
-            self._sin.index_select(0, positions).unsqueeze(1),
+            self.cos.index_select(0, positions).unsqueeze(1),
+            self.sin.index_select(0, positions).unsqueeze(1),
         )
 
 

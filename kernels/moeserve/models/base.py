@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from moeserve.layers.attention import Attention, AttentionBackend
+from moeserve.layers.linear import Projection
 from moeserve.layers.moe import MoELayer
 from moeserve.models.config import ModelSpec
+from moeserve.moe.dispatch import Workspace
 from moeserve.moe.spec import MoESpec, Plan
 from moeserve.parallel import Parallel
 
@@ -36,6 +38,8 @@ class BuildContext:
         moe_spec: Of every expert layer on this rank; None for a dense model.
         moe_plan: The oracle's answer to it.
         parallel: This rank's place in the grid.
+        projection: Form of dense products; None is the library's.
+        workspace: Scratch that all expert layers share.
     """
 
     spec: ModelSpec
@@ -46,17 +50,23 @@ class BuildContext:
     moe_spec: MoESpec | None
     moe_plan: Plan | None
     parallel: Parallel = field(default_factory=Parallel)
+    projection: Projection | None = None
+    workspace: Workspace = field(default_factory=Workspace)
 
 
 class Model(Protocol):
     """A causal language model over paged KV."""
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] after the last norm."""
+    def forward(self, batch: ForwardBatch, num_layers: int | None = None) -> Tensor:
+        """Hidden states [T, H] after the last norm; of the leading layers where given."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, H]."""
+        ...
+
+    def raw_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same in the model's dtype, into `out` where given."""
         ...
 
     def destinations(self) -> Mapping[str, Tensor]:

@@ -29,33 +29,51 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, context: BuildContext, index: int) -> None:
         super().__init__()
-        spec, dtype = context.spec, context.dtype
-        self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        spec, dtype, is_fused = context.spec, context.dtype, context.attention.is_fused
+        self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
         self.attention = Attention(
             spec.hidden_size,
             AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype),
             context.attention,
             norm_eps=spec.rms_norm_eps,
             has_bias=spec.has_attention_bias,
+            projection=context.projection,
         )
-        self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
         self.mlp: MoELayer | GatedMLP
         if spec.is_moe_layer[index]:
             assert context.moe_spec is not None
             assert context.moe_plan is not None
             self.mlp = MoELayer(
-                context.moe_spec, context.moe_plan, context.device, parallel=context.parallel
+                context.moe_spec,
+                context.moe_plan,
+                context.device,
+                parallel=context.parallel,
+                workspace=context.workspace,
             )
         else:
-            self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype)
+            self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype, context.projection)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
-        """[T, H] -> [T, H]."""
-        x = x + self.attention.forward(self.input_norm.forward(x), rope, batch)
-        normed = self.post_norm.forward(x)
+    def forward(
+        self, x: Tensor | None, residual: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer.
+
+        Args:
+            x: [T, H], what the layer before adds to the stream; None in the first layer.
+            residual: [T, H], the stream; may be written to.
+            rope: See `Attention.forward`.
+            batch: The step.
+
+        Returns:
+            What this layer adds to the stream, and the stream before that.
+        """
+        normed, residual = self.input_norm.add(x, residual)
+        attended = self.attention.forward(normed, rope, batch)
+        normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MoELayer):
-            return x + self.mlp.forward(normed, batch)
-        return x + self.mlp.forward(normed)
+            return self.mlp.forward(normed, batch), residual
+        return self.mlp.forward(normed), residual
 
 
 class Qwen3MoeForCausalLM(nn.Module):
@@ -63,32 +81,40 @@ class Qwen3MoeForCausalLM(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        spec, dtype = context.spec, context.dtype
+        spec, dtype, is_fused = context.spec, context.dtype, context.attention.is_fused
         self.spec = spec
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype)
+        self.is_fused = is_fused
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype, context.projection)
         self._decoder_layers = [DecoderLayer(context, i) for i in range(spec.num_layers)]
         self.layers = nn.ModuleList(self._decoder_layers)
-        self.final_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.final_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
         self.head = (
             self.embedding
             if spec.has_tied_embeddings
-            else Embedding(spec.vocab_size, spec.hidden_size, dtype)
+            else Embedding(spec.vocab_size, spec.hidden_size, dtype, context.projection)
         )
-        self.rope = RotaryTable(spec.head_dim, context.max_positions, spec.rope_theta, dtype).to(
-            context.device
-        )
+        # A fused kernel rotates in float32 and reads one row of the tables for each token.
+        rope_dtype = torch.float32 if is_fused else dtype
+        self.rope = RotaryTable(
+            spec.head_dim, context.max_positions, spec.rope_theta, rope_dtype
+        ).to(context.device)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] after the last norm."""
-        x = self.embedding.forward(batch.token_ids)
-        rope = self.rope(batch.positions)
-        for layer in self._decoder_layers:
-            x = layer.forward(x, rope, batch)
-        return self.final_norm.forward(x)
+    def forward(self, batch: ForwardBatch, num_layers: int | None = None) -> Tensor:
+        """Hidden states [T, H] after the last norm; of the leading layers where given."""
+        residual = self.embedding.forward(batch.token_ids, batch.last_tokens)
+        rope = (self.rope.cos, self.rope.sin) if self.is_fused else self.rope(batch.positions)
+        x: Tensor | None = None
+        for layer in self._decoder_layers[:num_layers]:
+            x, residual = layer.forward(x, residual, rope, batch)
+        return self.final_norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32."""
         return self.head.logits(hidden)
+
+    def raw_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [R, V] in the model's dtype, into `out` where given."""
+        return self.head.raw_logits(hidden, out)
 
     def attention_layers(self) -> list[Attention]:
         """In order."""

@@ -1,8 +1,8 @@
 """Owns the model and its KV cache on one rank; runs one `ForwardBatch` at a time.
 
-Receives batches from `engine.py`, returns hidden states and logits. Choosing tokens is
-`sampler.py`, filling parameters `weights.py`, the order of steps `engine/scheduler.py`. Decode
-batches may later be replayed from captured graphs: `decode_graphs` is that seam.
+Receives batches, returns hidden states and logits. Choosing tokens is `sampler.py`, filling
+parameters `weights.py`, the order of steps `engine/scheduler.py`; `engine/host_steps.py` and
+`engine/device_steps.py` run the model, the latter through the graphs of `cuda_graph.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from moeserve.errors import Unsupported, UsageError
 from moeserve.layers.attention import AttentionBackend, AttentionShape
 from moeserve.layers.attention_torch import DEFAULT_PAGE_SIZE, TorchPagedAttention
+from moeserve.layers.linear import Projection, fixed_projection
 from moeserve.models import model_class
 from moeserve.models.base import BuildContext, Model
 from moeserve.models.config import ModelSpec
@@ -34,18 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Logits of this many rows at a time: a scored prompt times a large vocabulary is gigabytes.
 LOGITS_ROWS = 512
-
-
-class DecodeGraphs(Protocol):
-    """Captured forward passes of decode batches."""
-
-    def covers(self, batch: ForwardBatch) -> bool:
-        """Whether a captured graph fits the batch."""
-        ...
-
-    def replay(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H], equal to the eager ones."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class ModelRunner:
         self.spec = spec
         self.options = options
         self.attention = _attention_backend(config, spec, options)
-        self.moe_spec = _moe_spec(spec, options, parallel, config.is_deterministic)
+        self.moe_spec = _moe_spec(config, spec, options, parallel)
         self.moe_plan: Plan | None = None
         if self.moe_spec is not None:
             self.moe_plan = select_unquantized_moe_backend(
@@ -91,11 +80,11 @@ class ModelRunner:
             moe_spec=self.moe_spec,
             moe_plan=self.moe_plan,
             parallel=parallel,
+            projection=_projection(config, options),
         )
         with options.device:
             module = model_class(spec.architecture)(context).eval()
         self.model = cast(Model, module)
-        self.decode_graphs: DecodeGraphs | None = None
         self._load(config)
         self.num_pages = 0
 
@@ -108,11 +97,31 @@ class ModelRunner:
         for layer in self.model.moe_layers():
             layer.process_weights()
 
+    @property
+    def is_triton_only(self) -> bool:
+        """Whether nothing but Triton and plain products runs, in steps of any size."""
+        plan = self.moe_plan
+        is_triton = plan is None or all(name == "triton" for _, name in plan.ranges)
+        return is_triton and self.attention.is_fused
+
     def allocate_cache(self, num_pages: int) -> None:
         """Give every attention layer its KV cache."""
         self.num_pages = num_pages
         for layer in self.model.attention_layers():
             layer.cache = self.attention.allocate(num_pages)
+
+    def step_bytes(self) -> int:
+        """Bytes that the largest step takes beside weights, cache and the experts' scratch.
+
+        Counted where most is alive at once, with room for the allocator: the residual stream, the
+        normed rows, the fused projection and attention's result, or the experts' rows; the router's
+        part and a split attention's float32 parts are small beside them.
+        """
+        spec, width = self.spec, self.options.dtype.itemsize
+        heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+        dense = 3 * spec.intermediate_size if spec.num_moe_layers < spec.num_layers else 0
+        row = 5 * spec.hidden_size + heads * spec.head_dim + dense
+        return 2 * row * width * self.options.max_num_batched_tokens
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
@@ -123,12 +132,9 @@ class ModelRunner:
         for layer in self.model.attention_layers():
             self.attention.clear(layer.cache, pages)
 
-    def hidden(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] of a batch."""
-        graphs = self.decode_graphs
-        if graphs is not None and graphs.covers(batch):
-            return graphs.replay(batch)
-        return self.model.forward(batch)
+    def hidden(self, batch: ForwardBatch, num_layers: int | None = None) -> Tensor:
+        """Hidden states [T, H] of a batch, after the leading layers where not all are meant."""
+        return self.model.forward(batch, num_layers)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits [R, V] float32 of some rows of [T, H]."""
@@ -149,24 +155,47 @@ class ModelRunner:
 def _attention_backend(
     config: EngineConfig, spec: ModelSpec, options: RunnerOptions
 ) -> AttentionBackend:
-    known = ("auto", TorchPagedAttention.name)
-    if config.attention_backend not in known:
-        raise UsageError(
-            f"attention backend {config.attention_backend!r} is unknown; known: {', '.join(known)}"
-        )
-    if options.device.type != "cpu":
-        raise Unsupported(f"no attention backend for device {options.device.type!r} in this build")
-    if config.is_deterministic:
-        raise Unsupported(
-            "deterministic mode: attention backend 'torch' pads a batch to its longest sequence, "
-            "so a result depends on its neighbours"
-        )
+    asked, device = config.attention_backend, options.device.type
+    known = ("auto", "torch", "triton")
+    if asked not in known:
+        raise UsageError(f"attention backend {asked!r} is unknown; known: {', '.join(known)}")
+    name = asked if asked != "auto" else ("torch" if device == "cpu" else "triton")
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, options.dtype)
-    return TorchPagedAttention(shape, options.page_size or DEFAULT_PAGE_SIZE)
+    if name == "torch":
+        if device != "cpu":
+            raise Unsupported(f"attention backend 'torch' is for CPUs; device {device!r} has none")
+        if config.is_deterministic:
+            raise Unsupported(
+                "deterministic mode: attention backend 'torch' pads a batch to its longest "
+                "sequence, so a result depends on its neighbours"
+            )
+        return TorchPagedAttention(shape, options.page_size or DEFAULT_PAGE_SIZE)
+    # Triton is imported only where it is used: a CPU server never needs it.
+    from triton import knobs
+
+    from moeserve.layers.attention_triton import TritonPagedAttention
+
+    if device == "cpu" and not knobs.runtime.interpret:
+        raise Unsupported("attention backend 'triton' wants a GPU (or Triton's interpreter)")
+    reason = "asked for by name" if asked == name else "the backend for GPUs"
+    return TritonPagedAttention(
+        shape,
+        options.page_size,
+        options.device,
+        is_deterministic=config.is_deterministic,
+        reason=reason,
+    )
+
+
+def _projection(config: EngineConfig, options: RunnerOptions) -> Projection | None:
+    """The library's products, or those whose bits do not depend on the batch."""
+    if config.is_deterministic and options.device.type != "cpu":
+        return fixed_projection()
+    return None
 
 
 def _moe_spec(
-    spec: ModelSpec, options: RunnerOptions, parallel: Parallel, is_deterministic: bool
+    config: EngineConfig, spec: ModelSpec, options: RunnerOptions, parallel: Parallel
 ) -> MoESpec | None:
     if not spec.num_moe_layers:
         return None
@@ -181,6 +210,7 @@ def _moe_spec(
         tp_size=parallel.moe_tp_size,
         dp_size=parallel.dp_size,
         platform="cpu" if options.device.type == "cpu" else detect_platform(),
-        is_deterministic=is_deterministic,
+        is_deterministic=config.is_deterministic,
+        needs_graph=options.device.type == "cuda" and not config.enforce_eager,
         max_num_tokens=options.max_num_batched_tokens,
     )

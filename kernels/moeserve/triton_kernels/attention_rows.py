@@ -45,12 +45,17 @@ def load_page_tile(
     PLANE: tl.constexpr, NKV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Keys (PLANE 0) or values (PLANE 1) [BN, D] of tokens first.. of one sequence; 0 past end."""
-    n = first + tl.arange(0, BN)
+    """Keys (PLANE 0) or values (PLANE 1) [BN, D] of tokens first.. of one sequence; 0 past end.
+
+    BN divides PAGE, so the tile is one piece of one page: the page number is a scalar, and reading
+    it does not take a stage of the pipeline from the tiles.
+    """
+    n = tl.arange(0, BN)
     d = tl.arange(0, D)
-    page = tl.load(table_ptr + n // PAGE, mask=n < end, other=0).to(tl.int64)
-    row = ((page * 2 + PLANE) * NKV + head) * PAGE + n % PAGE
-    return tl.load(cache_ptr + row[:, None] * D + d[None, :], mask=(n < end)[:, None], other=0.0)
+    page = tl.load(table_ptr + first // PAGE).to(tl.int64)
+    row = ((page * 2 + PLANE) * NKV + head) * PAGE + first % PAGE
+    tile = cache_ptr + row * D + n[:, None] * D + d[None, :]
+    return tl.load(tile, mask=(first + n < end)[:, None], other=0.0)
 
 
 @triton.jit

@@ -79,15 +79,18 @@ def attention_merge_kernel(
     tl.store(out_ptr + (row * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
 
 
-def num_splits(num_rows: int, heads: Heads, num_programs: int = 512) -> int:
+# About four programs on each of an H200's 132 multiprocessors.
+NUM_PROGRAMS = 512
+
+
+def num_splits(num_rows: int, heads: Heads) -> int:
     """Parts a sequence for B rows: enough programs to fill the card, 1 where rows do by themselves.
 
     Args:
         num_rows: B.
         heads: Shapes.
-        num_programs: About four on each of an H200's 132 multiprocessors.
     """
-    wanted = num_programs // (num_rows * heads.NKV)
+    wanted = NUM_PROGRAMS // (num_rows * heads.NKV)
     return 1 if wanted < 2 else min(32, 1 << (wanted.bit_length() - 1))
 
 

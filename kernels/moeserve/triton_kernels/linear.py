@@ -58,7 +58,7 @@ def linear_fixed(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias.
+    """X @ weight.T + bias.
 
     Args:
         x: [T, K], rows may be strided.

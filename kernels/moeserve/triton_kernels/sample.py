@@ -73,8 +73,8 @@ def argmax(
     R, V = logits.shape
     if R == 0:
         return
-    # About a thousand programs, so that few rows still use the whole card.
-    num_parts = min(64, triton.next_power_of_2(max(1, 1024 // R)))
+    # About a thousand programs, so that few rows still use the whole card, of some size each.
+    num_parts = min(64, triton.next_power_of_2(max(1, min(1024 // R, V // 2048))))
     part_size = triton.cdiv(triton.cdiv(V, num_parts), 16) * 16
     best = torch.empty(R, num_parts, dtype=torch.float32, device=logits.device)
     index = torch.empty(R, num_parts, dtype=torch.int32, device=logits.device)

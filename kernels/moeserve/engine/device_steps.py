@@ -1,0 +1,250 @@
+"""Steps on a GPU: numbers over in one copy, a graph or an eager pass, greedy tokens back.
+
+Receives a `StepPlan` and the block table; returns a `DeviceStep`, whose tokens can be asked for
+later: the next step may be launched before that, because it takes the tokens of this one from the
+device (`last_tokens`). What a step computes is the model's business, what comes after it the
+engine's; steps on a CPU are `host_steps.py`, where `Step` is described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.engine.batch import ForwardBatch, host_batch, logits_rows
+from moeserve.layers.attention_triton import TritonPagedAttention, TritonPlan, find_shared_prefix
+from moeserve.layers.step_inputs import SampledRows, StepSizes, StepViews, pack
+from moeserve.runner.compile_ahead import compile_ahead
+from moeserve.runner.cuda_graph import CudaCapture, GraphLadder, graph_sizes
+from moeserve.runner.sampler import Sampled, sample
+from moeserve.triton_kernels.sample import argmax
+
+if TYPE_CHECKING:
+    from moeserve.engine.scheduler import StepPlan
+    from moeserve.engine.sequence import Sequence
+    from moeserve.layers.attention import Array
+    from moeserve.runner.model_runner import ModelRunner
+
+# Host buffers in rotation: the copy of one step may still run while the next is prepared.
+_NUM_STAGES = 3
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Largest step, for buffers.
+
+    Attributes:
+        max_num_seqs: Sequences.
+        max_num_batched_tokens: Tokens.
+        max_pages: Pages of one sequence.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_pages: int
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """See `Step`.
+
+    Attributes:
+        logits: [R, V] in the model's dtype, valid until the next launch.
+        tokens: [at least R] int32 on the host, valid after `event`; -1 for a bad row.
+        event: Recorded behind the step; None without a GPU.
+        owner: Told about tokens that the host chooses.
+    """
+
+    rows: list[Sequence]
+    hidden: Tensor | None
+    may_wait: bool
+    logits: Tensor
+    tokens: Tensor
+    event: Any
+    owner: DeviceSteps
+
+    def sampled(self) -> Sampled | None:
+        """See `Step.sampled`."""
+        if self.event is not None:
+            self.event.synchronize()
+        if not self.rows:
+            return None
+        if not all(row.is_greedy for row in self.rows):
+            chosen = sample(self.logits.float(), self.rows)
+            self.owner.set_last_tokens(self.rows, chosen.tokens)
+            return chosen
+        tokens: list[int] = self.tokens[: len(self.rows)].tolist()
+        bad = frozenset(i for i, token in enumerate(tokens) if token < 0)
+        return Sampled(tokens, bad, None, {})
+
+
+class DeviceSteps:
+    """Static buffers, graphs and the launch of each step."""
+
+    def __init__(self, runner: ModelRunner, limits: StepLimits, *, has_graphs: bool) -> None:
+        assert isinstance(runner.attention, TritonPagedAttention)
+        self.runner = runner
+        self.attention = runner.attention
+        self.limits = limits
+        device = self.device = runner.options.device
+        self._is_cuda = device.type == "cuda"
+        max_seqs, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        self.last_tokens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        largest = StepSizes(max_tokens, max_seqs, max_seqs, max_tokens)
+        room = largest.capacity((max_seqs, limits.max_pages))
+        self._numbers = torch.zeros(room, dtype=torch.int32, device=device)
+        self._stages = [self._host_buffer(room) for _ in range(_NUM_STAGES)]
+        self._arrays: list[Array] = [stage.numpy() for stage in self._stages]
+        self._tokens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._results = [self._host_buffer(max_seqs) for _ in range(_NUM_STAGES)]
+        self._logits = torch.empty(
+            max_seqs, runner.spec.vocab_size, dtype=runner.options.dtype, device=device
+        )
+        self._count = 0
+        self.num_padding_rows = 0
+        self.graphs: GraphLadder | None = None
+        if has_graphs:
+            capture = CudaCapture() if self._is_cuda else _Repeat
+            self.graphs = GraphLadder(graph_sizes(max_seqs), self._decode_run, capture)
+
+    def warm_up(self) -> None:
+        """Compile what steps of any size will run, then capture the graphs."""
+        if self._is_cuda and self.runner.is_triton_only:
+            compile_ahead(self._sample_runs())
+        if self.graphs is not None:
+            self.graphs.capture_all()
+
+    def _sample_runs(self) -> list[Callable[[], object]]:
+        """Steps that between them meet every kernel variant; layers are all alike."""
+        most = self.limits.max_num_batched_tokens
+        sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+        runs: list[Callable[[], object]] = []
+        for T in sizes:
+            if self.limits.max_num_seqs >= T:
+                for has_shared in (False, True):
+                    runs.append(partial(self._eager, StepSizes(T, T, T), has_shared, 1))
+            runs.append(partial(self._eager, StepSizes(T, 1, 0, 1), False, 1))
+        return runs
+
+    def _host_buffer(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, block_table: Array) -> DeviceStep:
+        """Enqueue a step; returns before it has run.
+
+        Args:
+            plan: Who runs. Token ids of -1 - r stand for the token that the step before chose for
+                row r of the block table.
+            block_table: [max_num_seqs, P] int32 of the scheduler.
+        """
+        host = host_batch(plan, block_table, self.attention.page_size)
+        rows = plan.sampled()
+        size = None
+        if self.graphs is not None and not plan.prefills:
+            size = self.graphs.size_for(len(rows))
+        if size is None:
+            sizes = self.attention.sizes(host, len(rows))
+        else:
+            sizes = StepSizes(size, size, size)
+            self.num_padding_rows += size - len(rows)
+        shared = find_shared_prefix(host)
+        stage = self._count % _NUM_STAGES
+        self._count += 1
+        places = np.array([seq.row for seq in rows], dtype=np.int32)
+        sampled = SampledRows(places, logits_rows(plan, host.cu_seqlens_q))
+        block_tokens = self.attention.block_tokens
+        used = pack(host, sizes, shared, block_tokens, self._arrays[stage], sampled)
+        self._numbers[:used].copy_(self._stages[stage][:used], non_blocking=True)
+        hidden = None
+        if size is None:
+            hidden = self._eager(sizes, shared.num_tokens > 0)
+        else:
+            self._replay(size, shared.num_tokens > 0)
+        return self._finished(plan, rows, hidden, self._results[stage])
+
+    def _finished(
+        self, plan: StepPlan, rows: list[Sequence], hidden: Tensor | None, result: Tensor
+    ) -> DeviceStep:
+        """Start the copy of the tokens and mark the step's end."""
+        if rows:
+            result[: len(rows)].copy_(self._tokens[: len(rows)], non_blocking=True)
+        event = None
+        if self._is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        may_wait = all(row.is_greedy for row in rows) and not any(
+            seq.needs_prompt_logprobs for seq, _ in plan.prefills
+        )
+        return DeviceStep(rows, hidden, may_wait, self._logits[: len(rows)], result, event, self)
+
+    def _replay(self, size: int, has_shared: bool) -> None:
+        assert self.graphs is not None
+        if not self.graphs.has(size, has_shared):
+            # Capturing runs the step once, and its tokens must not become the next one's input.
+            kept = self.last_tokens.clone()
+            self.graphs.get(size, has_shared)
+            self.last_tokens.copy_(kept)
+        self.graphs.get(size, has_shared).replay()
+
+    def set_last_tokens(self, rows: list[Sequence], tokens: list[int]) -> None:
+        """Tell the device which tokens the host chose, where it was not the largest logit's."""
+        if rows:
+            places = torch.tensor([seq.row for seq in rows], device=self.device)
+            values = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+            self.last_tokens[places] = values
+
+    def _batch(self, sizes: StepSizes, has_shared: bool) -> tuple[ForwardBatch, TritonPlan]:
+        views = StepViews(self._numbers, sizes)
+        attention = self.attention.plan_of(views, sizes, has_shared)
+        batch = ForwardBatch(
+            token_ids=views.token_ids,
+            positions=views.positions,
+            slot_mapping=views.slots,
+            logits_rows=views.logits_rows,
+            num_decodes=sizes.num_decodes,
+            num_padding_tokens=0,
+            attention=attention,
+            last_tokens=self.last_tokens,
+        )
+        return batch, attention
+
+    def _eager(self, sizes: StepSizes, has_shared: bool, num_layers: int | None = None) -> Tensor:
+        """One pass over the step's numbers; leaves logits and tokens in their buffers."""
+        batch, attention = self._batch(sizes, has_shared)
+        hidden = self.runner.hidden(batch, num_layers)
+        R = sizes.num_sampled
+        if R:
+            wanted = hidden
+            if sizes.num_decodes != sizes.num_tokens:
+                wanted = hidden.index_select(0, batch.logits_rows)
+            logits = self.runner.model.raw_logits(wanted, self._logits[:R])
+            argmax(logits, attention.views.places, self._tokens, self.last_tokens)
+        return hidden
+
+    def _decode_run(self, size: int, has_shared: bool) -> Callable[[], None]:
+        """What a graph of `size` rows holds."""
+        sizes = StepSizes(size, size, size)
+
+        @torch.inference_mode()
+        def run() -> None:
+            self._eager(sizes, has_shared)
+
+        return run
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """A captured step where nothing can be captured: it runs again."""
+
+    run: Callable[[], None]
+
+    def replay(self) -> None:
+        """Run it."""
+        self.run()

@@ -1,0 +1,122 @@
+"""Norm, rotary embedding with cache write, greedy choice and fixed-tile products in Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moeserve.layers.rope import RotaryTable, apply_rope
+from moeserve.triton_kernels import linear, norm, rope, sample
+from moeserve.triton_kernels.rope import Heads, RopeTables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMIT = 1e-6
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    diff = out.cpu().double() - expected.double()
+    return float(diff.norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("H", [64, 96, 1000])
+def test_add_norm_updates_the_stream_and_normalises_it(H: int) -> None:
+    x = torch.randn(5, 2 * H)[:, :H] * 3
+    residual, weight = torch.randn(5, H), torch.rand(H) + 0.5
+    stream = residual.clone().to(DEVICE)
+    out = norm.add_norm(x.to(DEVICE), stream, weight.to(DEVICE), 1e-6)
+    assert torch.equal(stream.cpu(), residual + x)
+    total = (residual + x).double()
+    expected = total * (total.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight
+    assert error(out, expected) < LIMIT
+    alone = norm.add_norm(x.to(DEVICE), None, weight.to(DEVICE), 1e-6)
+    assert error(alone, F.rms_norm(x, (H,), weight, 1e-6)) < LIMIT
+
+
+def test_embedding_takes_pending_tokens_and_never_reads_outside() -> None:
+    table = torch.randn(50, 48).to(DEVICE)
+    last = torch.tensor([7, 49, 3], dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor([4, -1, -3, -2, 2**30, 0], dtype=torch.int32, device=DEVICE)
+    out = norm.embed(ids, last, table)
+    assert torch.equal(out, table[torch.tensor([4, 7, 3, 49, 49, 0], device=DEVICE)])
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 2, 32, 16), Heads(4, 4, 64, 32), Heads(6, 3, 16, 8)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_rope_and_store_equals_the_torch_layers(heads: Heads, has_norm: bool) -> None:
+    T, eps = 7, 1e-6
+    NQ, NKV, D = heads.NQ, heads.NKV, heads.D
+    table = RotaryTable(D, 64, 1e4, torch.float32)
+    qkv = torch.randn(T, (NQ + 2 * NKV) * D)
+    weight = torch.rand(NQ + NKV, D) + 0.5
+    positions = torch.tensor([0, 5, 63, 1, 2, 3, -1], dtype=torch.int32)
+    slots = torch.tensor([3, 40, 41, 0, 17, 95, -1], dtype=torch.int32)
+    num_pages = -(-96 // heads.page_size)
+    cache = torch.full((num_pages, 2, NKV, heads.page_size, D), float("nan"), device=DEVICE)
+    before = qkv.clone()
+    moved = qkv.clone().to(DEVICE)
+    rope.rope_and_store(
+        moved,
+        (weight.to(DEVICE), eps) if has_norm else None,
+        RopeTables(table.cos.to(DEVICE), table.sin.to(DEVICE)),
+        (positions.to(DEVICE), slots.to(DEVICE)),
+        cache,
+        heads,
+    )
+    split = before.view(T, -1, D)
+    qk = split[:, : NQ + NKV]
+    if has_norm:
+        qk = F.rms_norm(qk, (D,), None, eps) * weight
+    turned = torch.empty_like(qk)
+    apply_rope(qk, table(positions.clamp(min=0).long()), turned)
+    out = moved.cpu().view(T, -1, D)
+    assert error(out[:, :NQ], turned[:, :NQ]) < LIMIT
+    for t in range(T - 1):
+        page, at = divmod(int(slots[t]), heads.page_size)
+        stored = cache.cpu()[page, :, :, at]
+        assert error(stored[0], turned[t, NQ:]) < LIMIT
+        assert torch.equal(stored[1], split[t, NQ + NKV :])
+    # Padding stores nothing.
+    assert int((~cache.isnan()).sum()) == (T - 1) * 2 * NKV * D
+
+
+@pytest.mark.parametrize(("R", "V"), [(1, 5000), (3, 151), (40, 1024), (1, 40)])
+def test_argmax_takes_the_lowest_of_equals_and_names_bad_rows(R: int, V: int) -> None:
+    logits = torch.randint(-5, 6, (R, V)).float()
+    rows = torch.arange(R - 1, -1, -1, dtype=torch.int32)
+    tokens = torch.full((R + 2,), 99, dtype=torch.int32, device=DEVICE)
+    last = torch.full((R,), 99, dtype=torch.int32, device=DEVICE)
+    sample.argmax(logits.to(DEVICE), rows.to(DEVICE), tokens, last)
+    # torch leaves ties open; the first column that holds the maximum is meant.
+    expected = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+    assert tokens[:R].tolist() == expected.tolist()
+    assert last.flip(0).tolist() == expected.tolist()
+    assert tokens[R:].tolist() == [99, 99]
+
+
+def test_argmax_calls_rows_without_meaning_bad_and_skips_padding() -> None:
+    logits = torch.zeros(5, 100)
+    logits[0, 70] = float("nan")
+    logits[1] = float("-inf")
+    logits[2, 3] = float("inf")
+    logits[3, :] = float("-inf")
+    logits[3, 42] = -7.0
+    rows = torch.tensor([0, 1, 2, 3, -1], dtype=torch.int32, device=DEVICE)
+    tokens = torch.empty(5, dtype=torch.int32, device=DEVICE)
+    last = torch.full((4,), 99, dtype=torch.int32, device=DEVICE)
+    sample.argmax(logits.to(DEVICE), rows, tokens, last)
+    assert tokens.tolist() == [-1, -1, -1, 42, 0]
+    assert last.tolist() == [0, 0, 0, 42]
+
+
+@pytest.mark.parametrize(("N", "K"), [(24, 64), (700, 96), (64, 200)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_fixed_products_are_right_and_rows_keep_their_bits(N: int, K: int, has_bias: bool) -> None:
+    x = torch.randn(70, 2 * K)[:, :K].to(DEVICE)
+    weight = torch.randn(N, K).to(DEVICE)
+    bias = torch.randn(N).to(DEVICE) if has_bias else None
+    out = linear.linear_fixed(x, weight, bias)
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
+    assert error(out, expected.cpu()) < LIMIT
+    for rows in (slice(0, 1), slice(13, 30), slice(69, 70)):
+        assert torch.equal(linear.linear_fixed(x[rows], weight, bias), out[rows])
