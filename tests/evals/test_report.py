@@ -7,6 +7,7 @@ import json
 import os
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -36,13 +37,11 @@ META = RunMeta("run-1", "2026-01-02T03:04:05+00:00", "evalsuite run --config con
 def verdicts() -> list[Verdict]:
     nothing = BackendEvidence("triton", "TRITON", ignored_switches=("VLLM_OLD",))
     context = RunContext("abc", "h100", "vllm 0.26", 12.5, 3.0, "evalsuite run --config x.yaml")
+    died = ServerError(f"died {HOSTILE}", "cmd", -9, [HOSTILE, "last line"])
     return [
         judge(make_job(), make_result(1190, 1319, retries=3), nothing, context=context),
         judge(make_job(), make_result(900, 1319, num_truncated=40), nothing, context=context),
-        judge(
-            make_job(), None, nothing, context=context,
-            error=ServerError(f"died {HOSTILE}", "cmd", -9, [HOSTILE, "last line"]),
-        ),
+        judge(make_job(), None, nothing, context=replace(context, error=died)),
         judge(make_job("no such pool"), None, nothing),
         Verdict("suite/unsure", Status.INCONCLUSIVE, "too few questions"),
     ]  # fmt: skip
