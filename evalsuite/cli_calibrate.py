@@ -13,7 +13,7 @@ from evalsuite.calibrate import calibrate, write_into
 from evalsuite.cli_stats import say
 from evalsuite.errors import ConfigError
 from evalsuite.jobs import EvalJob
-from evalsuite.pipeline import RunOptions
+from evalsuite.run_options import RunOptions
 from evalsuite.verdict import EXIT_OK
 from evalsuite.warm import WarmServer, run_repeats
 

@@ -17,7 +17,7 @@ from evalsuite.errors import ConfigError
 
 if TYPE_CHECKING:
     from evalsuite.jobs import EvalJob
-    from evalsuite.pipeline import RunOptions
+    from evalsuite.run_options import RunOptions
 
 baseline = typer.Typer(help="Approved runs that the paired gate compares with.")
 

@@ -23,11 +23,11 @@ from evalsuite.files import write_text
 from evalsuite.flips import flips_from_baseline
 from evalsuite.jobs import EvalJob
 from evalsuite.ledger import LedgerRecord
-from evalsuite.pipeline import RunOptions
 from evalsuite.replay_client import Scored, score
 from evalsuite.report.comparison import print_comparison, render_html, render_markdown
 from evalsuite.report.json_report import ledger_name, read, read_questions
 from evalsuite.report.text import visible
+from evalsuite.run_options import RunOptions
 from evalsuite.verdict import EXIT_ACCURACY, EXIT_INFRASTRUCTURE, EXIT_OK, Status, Verdict
 from evalsuite.warm import WarmServer, prompts_of
 

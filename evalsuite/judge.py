@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from evalsuite.baseline import BaselinePair, differences, identity_of
 from evalsuite.config import Calibration
 from evalsuite.early_end import DECIDED
-from evalsuite.errors import ServerError
+from evalsuite.errors import ConfigError, ServerError
 from evalsuite.evaluators.base import MAX_FAILED_SHARE, EvalResult
 from evalsuite.evidence import BackendEvidence, contradiction
 from evalsuite.flips import flips_from_baseline
@@ -86,24 +86,29 @@ def judge(
         return verdict
     problem = _problem(job, result, evidence, context.error)
     if problem or result is None:
-        error = context.error
-        tail = tuple(error.log_tail) if isinstance(error, ServerError) else ()
-        return replace(
-            verdict, status=Status.ERROR, reason=problem, log_tail=tail or context.log_tail
-        )
+        return _error(verdict, problem, context, isinstance(context.error, ConfigError))
     if result.stopped.startswith(DECIDED):
         return _ended_early(verdict, result)
     outcome = ask_gate(job, result, baseline, records, context)
     if outcome.status is Status.ERROR:
-        return replace(
-            verdict, status=Status.ERROR, reason=outcome.reason, log_tail=context.log_tail
-        )
+        return _error(verdict, outcome.reason, context, outcome.is_config_fault)
     decided = _with_numbers(verdict, job, result, outcome)
     if baseline is not None and records:
         flips = flips_from_baseline(baseline.current, records, result.metric)
         shown = [asdict(flip) for flip in flips[:MAX_FLIPS]]
         decided = replace(decided, detail={**decided.detail, "flips": shown})
     return replace(decided, warnings=remarks(decided, job.config, records, baseline))
+
+
+def _error(verdict: Verdict, reason: str, context: RunContext, is_config_fault: bool) -> Verdict:
+    tail = tuple(context.error.log_tail) if isinstance(context.error, ServerError) else ()
+    return replace(
+        verdict,
+        status=Status.ERROR,
+        reason=reason,
+        log_tail=tail or context.log_tail,
+        is_config_fault=is_fault,
+    )
 
 
 def _undecided(
@@ -222,11 +227,13 @@ def ask_gate(
     if name == "statistical":
         return statistical_gate(counts, floor_of(job))
     if baseline is None:
-        return GateOutcome(Status.ERROR, f"gate {name!r} needs an approved baseline")
+        reason = f"gate {name!r} needs an approved baseline"
+        return GateOutcome(Status.ERROR, reason, is_config_fault=True)
     run = identity_of(job.config, result, context.model_revision)
     for kind, reference in baseline.references().items():
         if found := differences(reference.identity, run):
-            return GateOutcome(Status.ERROR, f"not comparable with the {kind}: {'; '.join(found)}")
+            reason = f"not comparable with the {kind}: {'; '.join(found)}"
+            return GateOutcome(Status.ERROR, reason, is_config_fault=True)
     if name == "equal":
         sampled = baseline.current.logprob_source == "sampled"
         return equal_gate(records, baseline.current.answers, has_logprobs=sampled)

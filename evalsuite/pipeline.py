@@ -8,9 +8,8 @@ where, is `executors/`; what is made of the verdicts is `report/`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from evalsuite import baseline_store, engines, evaluators
 from evalsuite.baseline import BaselinePair
@@ -32,40 +31,11 @@ from evalsuite.jobs import EvalJob
 from evalsuite.judge import RunContext, floor_of, judge, needs_repeat
 from evalsuite.progress import Display
 from evalsuite.run_folder import RunFolder
+from evalsuite.run_options import RunOptions, reproduce
 from evalsuite.server import RunningServer, StartSettings
 from evalsuite.shared_server import SharedServer
 from evalsuite.tasks.data import source_from
 from evalsuite.verdict import Status, Verdict
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What a run has in common, whatever executes it; can be sent to another machine.
-
-    Attributes:
-        environ: The suite's environment, read once by the entry file.
-        base_url: An external server for every job, "" for none.
-        limit: Ask only the first questions of each job.
-        data_dir: Folder of data files.
-        baselines: Folder of approved baselines.
-        grace_s: Seconds between TERM and KILL of a server.
-        commit: Revision of the code under test.
-        hardware: Name of this machine's accelerator or CPU.
-        family_size: Jobs that share one false-alarm rate in advance (pytest decides job by
-            job); 1 where Holm's method is applied to all verdicts afterwards.
-        ends_early: Whether a job whose gate is sure to fail may end early, if its file allows.
-    """
-
-    environ: Mapping[str, str] = field(repr=False)
-    base_url: str = ""
-    limit: int | None = None
-    data_dir: Path | None = None
-    baselines: Path = Path("baselines")
-    grace_s: float = 10.0
-    commit: str = ""
-    hardware: str = ""
-    family_size: int = 1
-    ends_early: bool = True
 
 
 @dataclass(frozen=True)
@@ -273,19 +243,3 @@ def _acceptance(job: EvalJob, server: RunningServer, before: DraftCounters) -> s
         return ""
     after = read_draft_counters(server.base_url)
     return acceptance_fault(after.acceptance_length_since(before), least)
-
-
-def reproduce(job: EvalJob, options: RunOptions) -> str:
-    """The command that runs this job again."""
-    words = ["evalsuite", "run", "--config", str(job.path)]
-    if job.pool is not None:
-        words += ["--pool", job.pool.name]
-    if options.base_url:
-        words += ["--base-url", options.base_url]
-    elif job.config.engine != "moeserve":
-        words += ["--engine", job.config.engine]
-    if not options.ends_early:
-        words.append("--no-early-end")
-    if options.limit is not None:
-        words += ["--limit", str(options.limit)]
-    return " ".join(words)

@@ -20,7 +20,7 @@ from evalsuite.errors import ConfigError, Problem
 from evalsuite.jobs import EvalJob, Selection, load_jobs
 from evalsuite.lists import configs_root
 from evalsuite.machine import Machine, detect_machine
-from evalsuite.pipeline import RunOptions
+from evalsuite.run_options import RunOptions
 from evalsuite.verdict import Status, Verdict
 
 # Where CI systems say what they test; asked before git, which may be absent or see a merge.
@@ -147,6 +147,8 @@ def prepare(
         commit=commit_of(environ),
         hardware=hardware_name(machine),
         ends_early=request.ends_early,
+        results=request.results,
+        root=request.root,
     )
     if has_checks:
         pipeline.check(jobs, options)

@@ -65,6 +65,7 @@ class Verdict:
         duration_s: Whole job, server start included.
         startup_s: Server start to ready, 0 for a shared or external server.
         detail: Gate-specific numbers (discordant pairs, repeats, ...).
+        is_config_fault: An ERROR that only a change of config, data or baseline can mend.
     """
 
     job_id: str
@@ -93,13 +94,20 @@ class Verdict:
     duration_s: float = 0.0
     startup_s: float = 0.0
     detail: dict[str, object] = field(default_factory=dict)
+    is_config_fault: bool = False
 
 
 def exit_code(verdicts: list[Verdict]) -> int:
-    """Exit status of a run: FAIL beats ERROR beats INCONCLUSIVE; all SKIP is "nothing ran"."""
+    """Exit status of a run: FAIL beats ERROR beats INCONCLUSIVE; all SKIP is "nothing ran".
+
+    An ERROR that is the user's to mend beats one of infrastructure: what 75 says, that the same
+    run may succeed, would not be true of the whole.
+    """
     statuses = {verdict.status for verdict in verdicts}
     if Status.FAIL in statuses:
         return EXIT_ACCURACY
+    if any(verdict.is_config_fault for verdict in verdicts):
+        return EXIT_USAGE
     if Status.ERROR in statuses:
         return EXIT_INFRASTRUCTURE
     if Status.INCONCLUSIVE in statuses:

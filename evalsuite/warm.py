@@ -16,8 +16,9 @@ from evalsuite.errors import ConfigError, EvalError, ServerError
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.jobs import EvalJob
-from evalsuite.pipeline import RunOptions, engine_of
+from evalsuite.pipeline import engine_of
 from evalsuite.replay_client import ReplayServer
+from evalsuite.run_options import RunOptions
 from evalsuite.server import RunningServer, StartSettings, start
 from evalsuite.tasks.base import TaskSettings, hash_prompts
 from evalsuite.tasks.data import source_from

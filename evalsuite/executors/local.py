@@ -11,9 +11,10 @@ from evalsuite import pipeline
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.errors import ServerError
 from evalsuite.jobs import EvalJob
-from evalsuite.pipeline import Run, RunOptions
+from evalsuite.pipeline import Run
 from evalsuite.progress import Display
 from evalsuite.run_folder import RunFolder
+from evalsuite.run_options import RunOptions
 from evalsuite.verdict import Status, Verdict
 
 OnVerdict = Callable[[Verdict], None]

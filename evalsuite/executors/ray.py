@@ -18,9 +18,9 @@ from evalsuite.evidence import BackendEvidence
 from evalsuite.executors import local
 from evalsuite.jobs import EvalJob
 from evalsuite.judge import RunContext, judge
-from evalsuite.pipeline import RunOptions
 from evalsuite.progress import Display, PlainDisplay
 from evalsuite.run_folder import RunFolder
+from evalsuite.run_options import RunOptions
 from evalsuite.verdict import Verdict
 
 # A pool resource is a label, not an amount: any number of jobs may share a node's.

@@ -19,6 +19,7 @@ class GateOutcome:
         detectable_drop: Smallest true drop seen at `power`, as a fraction.
         p_value: None where the gate makes no test.
         detail: Further numbers for the reports.
+        is_config_fault: An ERROR that no retry mends: the baseline does not fit.
     """
 
     status: Status
@@ -28,6 +29,7 @@ class GateOutcome:
     detectable_drop: float | None = None
     p_value: float | None = None
     detail: dict[str, object] = field(default_factory=dict)
+    is_config_fault: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--say", default="")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--status", type=int, default=200)
+    parser.add_argument("--message", default="scripted")
     parser.add_argument("--answers", default="")
     parser.add_argument("--count-file", default="")
     parser.add_argument("--drafts-per-request", type=int, default=0)
@@ -116,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
                 os._exit(self.opts.exit_code or 1)
         time.sleep(self.opts.delay_s)
         if self.opts.status != 200:
-            self.reply(self.opts.status, {"error": {"message": "scripted"}})
+            self.reply(self.opts.status, {"error": {"message": self.opts.message}})
             return
         choices = [
             {

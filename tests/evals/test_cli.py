@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,6 +54,51 @@ def test_pass_fail_and_error_have_their_exit_codes(suite: Suite) -> None:
     skipped = suite.run("run", "--configs-root", "configs", "--config", "config-b200.txt")
     assert skipped.returncode == 5
     assert "needs pool b200" in skipped.stdout
+
+
+TOO_LONG = (
+    "This model's maximum context length is 16 tokens. However, you requested 300 tokens "
+    "(44 in the messages, 256 in the completion)."
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        (400, TOO_LONG, "do not fit the server's context by at least 284 tokens"),
+        (404, "The model `other` does not exist.", "refuses every request: HTTP 404"),
+        (401, "Unauthorized", "refuses every request: HTTP 401"),
+    ],
+)
+@pytest.mark.parametrize("evaluator", ["builtin", pytest.param("lm-eval", marks=pytest.mark.slow)])
+def test_what_only_the_user_can_mend_is_no_75_even_when_found_late(
+    suite: Suite, status: int, message: str, reason: str, evaluator: str
+) -> None:
+    args = shlex.join(["--status", str(status), "--message", message])
+    suite.add("refused", args, evaluator=evaluator)
+    done = suite.run(*RUN)
+    assert done.returncode == 4
+    assert "s/refused: ERROR: ConfigError" in done.stdout
+    assert reason in done.stdout
+    results = json.loads((suite.run_folder() / "results.json").read_text())
+    assert results["exit_code"] == 4
+    assert results["verdicts"][0]["accuracy"] is None
+
+
+def test_the_command_that_is_printed_runs_the_same_job_again(suite: Suite) -> None:
+    suite.add("wrong")
+    folders = ("--results", "else where", "--baselines", "base lines", "--limit", "7")
+    done = suite.run(*RUN, *folders)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if "reproduce: " in line]
+    program, *again = shlex.split(line.partition("reproduce: ")[2])
+    assert program == "evalsuite"
+    assert suite.run(*again).returncode == 1
+    runs = sorted((suite.folder / "else where").iterdir())
+    first, second = (json.loads((run / "results.json").read_text()) for run in runs)
+    for key in ("job_id", "accuracy", "reproduce"):
+        assert first["verdicts"][0][key] == second["verdicts"][0][key]
+    assert [run["verdicts"][0]["result"]["num_questions"] for run in (first, second)] == [7, 7]
 
 
 @pytest.mark.parametrize(

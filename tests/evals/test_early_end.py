@@ -25,8 +25,9 @@ from evalsuite.gates.absolute import Floor, statistical_gate
 from evalsuite.gates.base import Counts
 from evalsuite.judge import judge
 from evalsuite.ledger import read_ledger
-from evalsuite.pipeline import RunOptions, watch_of
+from evalsuite.pipeline import watch_of
 from evalsuite.report.json_report import read
+from evalsuite.run_options import RunOptions
 from evalsuite.stats.sequential import Sprt
 from evalsuite.verdict import Status
 

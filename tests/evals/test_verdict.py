@@ -12,7 +12,7 @@ from verdict_helpers import make_job, make_record, make_result
 
 from evalsuite.baseline import Answer, Baseline, BaselinePair, identity_of
 from evalsuite.config import Calibration, ExpectBackend, Gate
-from evalsuite.errors import EvalError, ServerError
+from evalsuite.errors import ConfigError, EvalError, ServerError
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence
 from evalsuite.family import hold_family_rate
@@ -284,6 +284,19 @@ def test_holm_withdraws_what_the_number_of_jobs_explains() -> None:
 )  # fmt: skip
 def test_exit_codes(statuses: str, code: int) -> None:
     assert exit_code([Verdict("j", Status(s), "") for s in statuses.split()]) == code
+
+
+def test_what_a_retry_cannot_mend_is_not_75() -> None:
+    too_long = ConfigError("prompt and max_tokens do not fit the server's context")
+    faulty = judge(make_job(), None, BackendEvidence(), context=RunContext(error=too_long))
+    crashed = judge(
+        make_job(), None, BackendEvidence(), context=RunContext(error=ServerError("died"))
+    )
+    assert (faulty.status, crashed.status) == (Status.ERROR, Status.ERROR)
+    assert [exit_code([faulty]), exit_code([crashed])] == [4, 75]
+    assert exit_code([faulty, crashed, Verdict("j", Status.PASS, "")]) == 4
+    assert exit_code([faulty, Verdict("j", Status.FAIL, "")]) == 1
+    assert exit_code([faulty, Verdict("j", Status.INCONCLUSIVE, "")]) == 4
 
 
 def test_checking_a_config_loads_no_scipy_and_no_torch() -> None:
