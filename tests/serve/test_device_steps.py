@@ -46,7 +46,13 @@ CONFIG: dict[str, Any] = {
 def engine_of(backend: str = "triton", **changes: Any) -> Engine:
     if backend == "torch":
         changes["device"] = "cpu"
-    return Engine(EngineConfig(**{**CONFIG, "attention_backend": backend, **changes}))
+    engine = Engine(EngineConfig(**{**CONFIG, "attention_backend": backend, **changes}))
+    if HAS_GPU and backend == "triton":
+        # The same seed gives other weights on another device.
+        weights = engine_of("torch").runner.model.destinations()
+        for name, tensor in engine.runner.model.destinations().items():
+            tensor.copy_(weights[name])
+    return engine
 
 
 def request(name: str, prompt: list[int], count: int, **fields: Any) -> Request:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moeserve.layers.rope import RotaryTable, apply_rope
-from moeserve.triton_kernels import linear, norm, rope, sample
+from moeserve.triton_kernels import gemv_dense, linear, norm, rope, sample
 from moeserve.triton_kernels.rope import Heads, RopeTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,3 +120,31 @@ def test_fixed_products_are_right_and_rows_keep_their_bits(N: int, K: int, has_b
     assert error(out, expected.cpu()) < LIMIT
     for rows in (slice(0, 1), slice(13, 30), slice(69, 70)):
         assert torch.equal(linear.linear_fixed(x[rows], weight, bias), out[rows])
+
+
+@pytest.mark.parametrize(("N", "K"), [(24, 64), (600, 96)])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("has_more", [True, False])
+def test_products_of_few_rows_with_and_without_their_norm(
+    N: int, K: int, T: int, has_more: bool
+) -> None:
+    x, residual = torch.randn(T, 2 * K)[:, :K].to(DEVICE), torch.randn(T, K).to(DEVICE)
+    weight, scale = torch.randn(N, K).to(DEVICE), (torch.rand(K) + 0.5).to(DEVICE)
+    bias = torch.randn(N).to(DEVICE) if has_more else None
+    added = bias.double() if bias is not None else 0.0
+    plain = gemv_dense.gemv(x, weight, bias)
+    assert error(plain, (x.double() @ weight.double().T + added).cpu()) < LIMIT
+    before = residual.clone()
+    norm_ = gemv_dense.Norm(scale, 1e-6)
+    given = gemv_dense.norm_gemv(x if has_more else None, residual, norm_, weight, bias)
+    stream = residual + x if has_more else residual
+    assert torch.equal(residual, before)
+    assert torch.equal(given.stream, stream)
+    normed = F.rms_norm(stream.double(), (K,), scale.double(), 1e-6)
+    assert error(given.normed, normed.cpu()) < LIMIT
+    assert error(given.out, (normed @ weight.double().T + added).cpu()) < LIMIT
+
+
+def test_more_rows_than_the_form_is_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 rows"):
+        gemv_dense.gemv(torch.zeros(5, 16), torch.zeros(8, 16))

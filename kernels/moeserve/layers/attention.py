@@ -177,18 +177,29 @@ class Attention(nn.Module):
         Returns:
             [T, H].
         """
+        qkv = project(self.projection, x, self.qkv_weight, self.qkv_bias)
+        return project(self.projection, self.attend(qkv, rope, batch), self.o_weight, self.o_bias)
+
+    def attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
+        """Everything between the two projections.
+
+        Args:
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; may be written to.
+            rope: See `forward`.
+            batch: The step.
+
+        Returns:
+            [T, num_heads * head_dim].
+        """
+        if self.backend.is_fused:
+            return self.backend.forward_fused(qkv, self, rope, batch)
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
-        qkv = project(self.projection, x, self.qkv_weight, self.qkv_bias)
-        if self.backend.is_fused:
-            out = self.backend.forward_fused(qkv, self, rope, batch)
-            return project(self.projection, out, self.o_weight, self.o_bias)
-        heads = qkv.view(x.shape[0], -1, shape.head_dim)
+        heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         qk = heads[:, :num_qk]
         if self.norm_eps is not None:
             qk = F.rms_norm(qk, (shape.head_dim,), None, self.norm_eps) * self.qk_norm_weight
         apply_rope(qk, rope, out=heads[:, :num_qk])
-        out = self.backend.forward(
+        return self.backend.forward(
             heads[:, : shape.num_heads], heads[:, shape.num_heads :], self.cache, batch
         )
-        return project(self.projection, out, self.o_weight, self.o_bias)

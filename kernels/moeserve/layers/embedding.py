@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from moeserve.layers.linear import Projection
 
+# Rows up to which `triton_kernels/gemv_dense.py` is the faster form; its own limit.
+SMALL_ROWS = 4
+
 
 class Embedding(nn.Module):
     """One table [V, H]; a model with tied embeddings uses it at both ends."""
@@ -18,8 +21,11 @@ class Embedding(nn.Module):
         hidden_size: int,
         dtype: torch.dtype,
         projection: Projection | None = None,
+        *,
+        is_fused: bool = False,
     ) -> None:
         super().__init__()
+        self.is_fused = is_fused
         self.weight = nn.Parameter(
             torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False
         )
@@ -43,6 +49,11 @@ class Embedding(nn.Module):
         """Project [R, H] to [R, V] in the model's dtype, into `out` where given."""
         if self.projection is not None:
             return self.projection(hidden, self.weight, None, out)
+        if self.is_fused and hidden.shape[0] <= SMALL_ROWS:
+            # Triton is imported only where it is used: a CPU server never needs it.
+            from moeserve.triton_kernels.gemv_dense import gemv
+
+            return gemv(hidden, self.weight, None, out)
         if out is None:
             return F.linear(hidden, self.weight)
         return torch.mm(hidden, self.weight.t(), out=out)

@@ -113,13 +113,16 @@ class MoELayer(nn.Module):
         """Says that w13 and w2 are about to be written again, in the checkpoint's layout."""
         self._weights = None
 
-    def forward(self, x: torch.Tensor, batch: object = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: object = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Runs the layer.
 
         Args:
             x: [T, H]; not written to.
             batch: The forward batch. `num_padding_tokens` is counted and `dp_num_tokens` (T of
                 every DP rank) is used where it has them.
+            logits: [T, E], the gate's product where the caller has taken it already.
 
         Returns:
             [T, H], complete on every TP rank.
@@ -130,7 +133,8 @@ class MoELayer(nn.Module):
         if self._weights is None:
             raise RuntimeError("process_weights() has to follow loading")
         self.padding_rows += getattr(batch, "num_padding_tokens", 0)
-        logits = self._linear(x.to(self.gate_weight.dtype), self.gate_weight)
+        if logits is None:
+            logits = self._linear(x.to(self.gate_weight.dtype), self.gate_weight)
         dp_num_tokens = getattr(batch, "dp_num_tokens", None)
         out = self.kernel(x, logits, self.gate_bias, self._weights, dp_num_tokens)
         if not self.kernel.is_partial:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.attention import Attention, AttentionShape
-from moeserve.layers.embedding import Embedding
+from moeserve.layers.embedding import SMALL_ROWS, Embedding
 from moeserve.layers.linear import GatedMLP
 from moeserve.layers.moe import MoELayer
 from moeserve.layers.norm import RMSNorm
@@ -53,6 +53,10 @@ class DecoderLayer(nn.Module):
             )
         else:
             self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype, context.projection)
+        # Deterministic mode keeps one form for every number of rows.
+        self.is_small_fused = (
+            is_fused and context.projection is None and isinstance(self.mlp, MoELayer)
+        )
 
     def forward(
         self, x: Tensor | None, residual: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch
@@ -68,12 +72,31 @@ class DecoderLayer(nn.Module):
         Returns:
             What this layer adds to the stream, and the stream before that.
         """
+        if self.is_small_fused and residual.shape[0] <= SMALL_ROWS:
+            return self._forward_small(x, residual, rope, batch)
         normed, residual = self.input_norm.add(x, residual)
         attended = self.attention.forward(normed, rope, batch)
         normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MoELayer):
             return self.mlp.forward(normed, batch), residual
         return self.mlp.forward(normed), residual
+
+    def _forward_small(
+        self, x: Tensor | None, residual: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """The same for a handful of rows: norms and additions ride along with the projections."""
+        # Triton is imported only where it is used: a CPU server never needs it.
+        from moeserve.triton_kernels.gemv_dense import Norm, gemv, norm_gemv
+
+        attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, MoELayer)
+        norm = Norm(self.input_norm.weight, self.input_norm.eps)
+        first = norm_gemv(x, residual, norm, attention.qkv_weight, attention.qkv_bias)
+        attended = attention.attend(first.out, rope, batch)
+        attended = gemv(attended, attention.o_weight, attention.o_bias)
+        norm = Norm(self.post_norm.weight, self.post_norm.eps)
+        second = norm_gemv(attended, first.stream, norm, mlp.gate_weight)
+        return mlp.forward(second.normed, batch, second.out), second.stream
 
 
 class Qwen3MoeForCausalLM(nn.Module):
@@ -84,15 +107,17 @@ class Qwen3MoeForCausalLM(nn.Module):
         spec, dtype, is_fused = context.spec, context.dtype, context.attention.is_fused
         self.spec = spec
         self.is_fused = is_fused
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype, context.projection)
+
+        def table() -> Embedding:
+            return Embedding(
+                spec.vocab_size, spec.hidden_size, dtype, context.projection, is_fused=is_fused
+            )
+
+        self.embedding = table()
         self._decoder_layers = [DecoderLayer(context, i) for i in range(spec.num_layers)]
         self.layers = nn.ModuleList(self._decoder_layers)
         self.final_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
-        self.head = (
-            self.embedding
-            if spec.has_tied_embeddings
-            else Embedding(spec.vocab_size, spec.hidden_size, dtype, context.projection)
-        )
+        self.head = self.embedding if spec.has_tied_embeddings else table()
         # A fused kernel rotates in float32 and reads one row of the tables for each token.
         rope_dtype = torch.float32 if is_fused else dtype
         self.rope = RotaryTable(

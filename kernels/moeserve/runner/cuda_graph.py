@@ -56,7 +56,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph() collects garbage before each capture, which takes longer than this.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
             finally:

@@ -86,7 +86,7 @@ def attend(
     return m, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attention_rows_kernel(
     q_ptr, out_ptr, cache_ptr, table_ptr, positions_ptr, begins_ptr, items_ptr, meta_ptr,
     acc_ptr, ml_ptr, num_rows, stride_q, scale,
