@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,21 +189,23 @@ def measure_one(plan: RunPlan, number: int) -> NoiseRun:
     )
 
 
-def _model(plan: RunPlan, number: int) -> tuple[TinyMoE, Tokenizer, str]:
+def _model(plan: RunPlan, seed: int, fault: str = "") -> tuple[TinyMoE, Tokenizer, str]:
     """The model of one run, its tokenizer, and what it runs on."""
     import torch
 
     from moeserve.moe.backends.cpu import CpuExperts
     from moeserve.tiny import model_dir
     from moeserve.tiny.checkpoint import load_model
+    from moeserve.tiny.faults import FaultyExperts, parse_fault
     from moeserve.tiny.layered import with_backend
     from moeserve.tiny.measure import machine
 
     model, tokenizer = load_model(model_dir(), getattr(torch, plan.dtype))
     if plan.device == "cpu":
-        with_backend(model, CpuExperts())
+        experts = CpuExperts()
+        with_backend(model, FaultyExperts(experts, parse_fault(fault)) if fault else experts)
     model.to(plan.device)
-    generator = torch.Generator(plan.device).manual_seed(number)
+    generator = torch.Generator(plan.device).manual_seed(seed)
 
     def dithered(_: object, __: object, out: torch.Tensor) -> torch.Tensor:
         drawn = torch.rand(out.shape, generator=generator, device=out.device)
@@ -214,6 +217,31 @@ def _model(plan: RunPlan, number: int) -> tuple[TinyMoE, Tokenizer, str]:
                 module.register_forward_hook(dithered)
     where = machine() if plan.device == "cpu" else torch.cuda.get_device_name()
     return model, tokenizer, f"{where}, {plan.dtype}"
+
+
+def measure_faults(plan: RunPlan, faults: Sequence[str]) -> None:
+    """Teacher-force run 0's replies through faulty models, each with rounding of its own."""
+    from moeserve.tiny.decode import reply_logprobs, run_prefix
+    from moeserve.tiny.minigsm import load_split
+
+    shots = load_split("train")[:NUM_SHOTS]
+    questions = load_split("test")[: plan.num_replayed]
+    replies = load_run(path_of(plan.folder, 0)).token_ids[: plan.num_replayed]
+    for number, fault in enumerate(faults, start=1000):
+        path = fault_path(plan.folder, fault)
+        if path.is_file():
+            continue
+        model, tokenizer, _ = _model(plan, number, fault)
+        prefix = run_prefix(model, tokenizer, shots)
+        scores = reply_logprobs(model, tokenizer, prefix, questions, replies, REPLAY_SIZES[0])
+        rounded = [[round(x, 6) for x in row] for row in scores]
+        write_text(path, json.dumps({"fault": fault, "logprobs": rounded}) + "\n")
+        print(f"replayed {fault}", flush=True)
+
+
+def fault_path(folder: Path, fault: str) -> Path:
+    """File of a fault's replay."""
+    return folder / f"fault-{fault.replace(':', '-').replace('@', '-layer-')}.json"
 
 
 def splits(found: Replies, order: list[int], reference: list[list[int]]) -> list[Split]:

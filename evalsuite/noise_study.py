@@ -1,0 +1,186 @@
+"""False alarms on real runs that differ by rounding alone: `python -m evalsuite.noise_study`.
+
+Receives the folder that `noise_runs.py` fills (and fills it further where `--runs` asks for more),
+asks the gates about pairs of runs of the one, unchanged model, replays its answers against itself
+and against faults, and replaces the text between two marks of a Markdown page. Error rates on
+made-up draws are `simulate.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from evalsuite.files import write_text
+from evalsuite.noise_rates import FAULTS, Rate, clopper_pearson, false_alarms, replays
+from evalsuite.noise_runs import DITHER, NoiseRun, RunPlan, load_runs, measure, measure_faults
+from evalsuite.replay import NEAR_TIE_NATS, ReplayLimits
+from evalsuite.report.markdown import table
+from evalsuite.stats.noise import Noise, measure_noise
+
+BEGIN = "<!-- noise study: begin (made by a command, do not edit) -->"
+END = "<!-- noise study: end -->"
+SIZES = (200, 500, 1319)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+def render(folder: Path, draws: int, seed: int, command: str) -> str:
+    """Return the text between the marks."""
+    runs = load_runs(folder)
+    rows = [run.right for run in runs]
+    noise = measure_noise(rows)
+    total = len(rows[0])
+    sizes = [n for n in SIZES if n <= total]
+    parts = [
+        _about(runs, noise, command),
+        "### False alarms on pairs of these runs",
+        f"{draws:,} pairs a row, both sides the same unchanged model on the same questions (a "
+        "random subset where fewer). *Whole runs* pairs runs as they were, of which there are "
+        f"{len(runs) * (len(runs) - 1) // 2}, so that its pairs repeat; *by question* takes every "
+        "question of both sides from a run of its own, which keeps each question's own flips. "
+        "Brackets: 95 % Clopper-Pearson interval.",
+        _rates_table(rows, sizes, draws, seed),
+        "### Replay of these runs",
+        _replay_text(runs, folder),
+    ]
+    return "\n\n".join(parts)
+
+
+def _about(runs: Sequence[NoiseRun], noise: Noise, command: str) -> str:
+    full = [run for run in runs if run.num_asked == len(run.right)]
+    base = runs[0]
+    asked_later = {run.num_asked for run in runs if run.num_asked < len(run.right)}
+    late = max((base.margins[s.index] for run in full for s in run.splits), default=0.0)
+    changed = mean(len(run.splits) for run in full[1:]) if len(full) > 1 else 0.0
+    minutes = sum(run.seconds for run in runs) / 60
+    cpu = mean(run.cpu_seconds for run in full)
+    part = (
+        f" The other {len(runs) - len(full)} asked the {asked_later.pop()} questions whose "
+        "smallest margin is small enough to turn; for the rest the outcome of the first run "
+        f"stands. In the full runs no reply changed whose smallest margin was above {late:g}."
+        if asked_later
+        else ""
+    )
+    accuracies = [mean(run.right) for run in runs]
+    return (
+        f"{len(runs)} runs, {len(full)} of them full ({len(base.right):,} questions), on "
+        f"{base.machine}; a full run takes {cpu:.0f} s of one core, all of them took {minutes:.0f} "
+        f"minutes on a shared machine.{part}\n\n```\n{command}\n```\n\n"
+        f"Between two runs {changed:.0f} replies differ, and {100 * noise.discordant:.2f} % of the "
+        f"outcomes. Accuracy {100 * noise.mean_accuracy:.2f} % (from "
+        f"{100 * min(accuracies):.2f} to {100 * max(accuracies):.2f}); sigma of a run "
+        f"{100 * noise.sigma_questions:.3f} points by the flips, {100 * noise.sigma_repeats:.3f} "
+        f"between the runs (p {noise.p_overdispersed:.2g} that single flips explain it)."
+    )
+
+
+def _rates_table(
+    rows: Sequence[Sequence[bool]], sizes: Sequence[int], draws: int, seed: int
+) -> str:
+    cells = []
+    for n in sizes:
+        both = (false_alarms(rows, n, draws, seed, by_question=kind) for kind in (False, True))
+        for whole, mixed in zip(*both, strict=True):
+            cells.append(
+                [str(n), whole.gate, f"{100 * whole.stated:.3g}", _rate(whole), _rate(mixed)]
+            )
+    header = ["questions", "gate", "stated (%)", "whole runs: FAIL (%)", "by question: FAIL (%)"]
+    return table(header, cells)
+
+
+def _rate(rate: Rate) -> str:
+    low, high = clopper_pearson(rate.hits, rate.draws)
+    return f"{100 * rate.hits / rate.draws:.2f} ({100 * low:.2f} to {100 * high:.2f})"
+
+
+def _replay_text(runs: Sequence[NoiseRun], folder: Path) -> str:
+    found = replays(runs, folder)
+    margins = [s.margin for run in runs for s in run.splits if s.margin is not None]
+    near = sum(margin < NEAR_TIE_NATS for margin in margins)
+    limits = ReplayLimits()
+    low, high = clopper_pearson(found.failed, max(1, found.num_clean))
+    lines = [
+        f"{found.num_clean} replays of the unchanged model against a baseline of its own (two "
+        f"replays for the noise, another run for the test; {len(runs[0].logprobs)} replies): "
+        f"{found.failed} FAIL ({100 * low:.1f} to {100 * high:.1f} %). Mean loss "
+        f"{min(found.mean_shifts, default=0.0):+.5f} to "
+        f"{max(found.mean_shifts, default=0.0):+.5f} nats a token (up to "
+        f"{limits.max_mean_shift:g} passes); spread over the baseline's own noise "
+        f"{_quantile(found.ratios, 0.5):.2f} in the middle, "
+        f"{max(found.ratios, default=0):.2f} at most (up to {limits.noise_factor:g} passes).",
+        f"Where a reply of an unchanged build parts from the first run's, the margin between the "
+        f"two best tokens is {_quantile(margins, 0.5):.3g} in the middle, "
+        f"{_quantile(margins, 0.9):.3g} at 90 %, {_quantile(margins, 0.99):.3g} at 99 % of "
+        f"{len(margins)} splits; {100 * near / max(1, len(margins)):.1f} % are below the "
+        f"{NEAR_TIE_NATS:g} nats of a near-tie.",
+        "Faults under the same rounding, against the same baseline:",
+        table(
+            ["fault", "replay", "mean loss (nats)", "spread (nats)", "spread / noise"],
+            [
+                [f"`{name}`", status, f"{shift:+.5f}", f"{spread:.4f}", f"{ratio:.2f}"]
+                for name, status, shift, spread, ratio in found.faults
+            ],
+        ),
+    ]
+    return "\n\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make the runs that are missing, and the section."""
+    parser = argparse.ArgumentParser(prog="python -m evalsuite.noise_study", description=__doc__)
+    add = parser.add_argument
+    add("--work", type=Path, required=True, help="folder of the runs")
+    add("--runs", type=int, default=0, help="make runs up to this number; 0 makes none")
+    add("--full", type=int, default=100, help="runs that ask every question")
+    add("--margin-cut", type=float, default=2.0, help="later runs ask what lies below it")
+    add("--questions", type=int, default=1319)
+    add("--dither", type=float, default=DITHER, help="0 for the processor's own rounding alone")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--threads", type=int, default=1)
+    add("--draws", type=int, default=3000, help="pairs a row")
+    add("--seed", type=int, default=1)
+    add("--out", type=Path, help="page with the two marks; else standard output")
+    args = parser.parse_args(argv)
+    if args.runs:
+        import torch
+
+        torch.set_num_threads(args.threads)
+        plan = RunPlan(
+            args.work,
+            args.questions,
+            dither=args.dither,
+            num_full=args.full,
+            margin_cut=args.margin_cut,
+            device=args.device,
+        )
+        measure(plan, args.runs)
+        if args.device == "cpu":
+            measure_faults(plan, FAULTS)
+    if len(load_runs(args.work)) < 3:
+        parser.error(f"{args.work}: three runs or more are needed; make them with --runs")
+    command = (
+        f"python -m evalsuite.noise_study --work build/noise --runs {len(load_runs(args.work))} "
+        f"--full {args.full} --margin-cut {args.margin_cut:g} --draws {args.draws} "
+        "--out docs/verdicts.md"
+    )
+    section = render(args.work, args.draws, args.seed, command)
+    if args.out is None:
+        print(section)
+        return 0
+    before, begin, rest = args.out.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        parser.error(f"{args.out} lacks the marks {BEGIN!r} and {END!r}")
+    write_text(args.out, f"{before}{BEGIN}\n\n{section}\n\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
