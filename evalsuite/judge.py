@@ -100,15 +100,10 @@ def judge(
     return replace(decided, warnings=remarks(decided, job.config, records, baseline))
 
 
-def _error(verdict: Verdict, reason: str, context: RunContext, is_config_fault: bool) -> Verdict:
+def _error(verdict: Verdict, reason: str, context: RunContext, is_fault: bool) -> Verdict:
     tail = tuple(context.error.log_tail) if isinstance(context.error, ServerError) else ()
-    return replace(
-        verdict,
-        status=Status.ERROR,
-        reason=reason,
-        log_tail=tail or context.log_tail,
-        is_config_fault=is_fault,
-    )
+    verdict = replace(verdict, status=Status.ERROR, reason=reason, is_config_fault=is_fault)
+    return replace(verdict, log_tail=tail or context.log_tail)
 
 
 def _undecided(
