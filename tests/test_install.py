@@ -90,7 +90,7 @@ def test_the_suite_alone_leaves_another_torch_where_it_is(wheel: Path, tmp_path:
     samples = tasks.get("minigsm").samples(TaskSettings(20, 1, "", DataSource()))
     right = {sample.prompt: f" The answer is {sample.target}." for sample in samples}
     job = {
-        "model_name": "stub", "accuracy_threshold": 0.9, "tolerance": 0.1, "num_questions": 20,
+        "model_name": "fake", "accuracy_threshold": 0.9, "tolerance": 0.1, "num_questions": 20,
         "num_fewshot": 1, "task": "minigsm",
         "provenance": {"source": "test", "num_questions": 20},
     }  # fmt: skip
