@@ -1,4 +1,4 @@
-"""The engine on a GPU: logits against transformers, graphs, batch invariance, the embedded model."""
+"""The engine on a GPU: logits against transformers, graphs, batch invariance, real accuracy."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def prompt_of(length: int, seed: int, shared: int = 0) -> tuple[int, ...]:
 def ask(engine: Engine, names: list[int], count: int = 24, **fields: Any) -> None:
     for i in names:
         values: dict[str, Any] = {
-            "temperature": 0.0, "ignore_eos": True, "max_tokens": count, "num_logprobs": 0, **fields,
+            "temperature": 0.0, "ignore_eos": True, "max_tokens": count, "num_logprobs": 0,
+            **fields,
         }  # fmt: skip
         prompt = prompt_of(5 + 37 * i % 180, i, shared=300 * (i % 2))
         engine.add(Request(str(i), prompt, SamplingParams(**values)))
