@@ -16,7 +16,7 @@ from pathlib import Path
 
 from evalsuite import server_log
 from evalsuite.engines.base import LaunchSpec
-from evalsuite.errors import ServerError
+from evalsuite.errors import ConfigError, ServerError
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.launching import api_key_of, child_env, describe_exit, hold_port, read_port
 from evalsuite.leash import Leash
@@ -156,10 +156,20 @@ def start(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
 
 
 def _attach(spec: LaunchSpec) -> RunningServer:
-    """An external server: one look, nothing started, nothing stopped."""
+    """An external server: one look, nothing started, nothing stopped.
+
+    Raises:
+        ConfigError: It serves another model, which no retry will change.
+        ServerError: It does not answer.
+    """
     api_key = spec.env.get("OPENAI_API_KEY", "")
     base_url = spec.base_url.rstrip("/").removesuffix("/v1")
     seen = probe(base_url, spec.served_model, timeout_s=10.0, api_key=api_key)
+    if seen.state == "wrong_model":
+        raise ConfigError(
+            f"the server at {base_url} cannot be evaluated: {seen.detail}; name its model in "
+            "`model_name`, or its name for it by --served-model-name in `server_args`"
+        )
     if seen.state != "ready":
         raise ServerError(f"start: the server at {base_url} cannot be evaluated: {seen.detail}")
     secrets = (api_key,) if api_key else ()

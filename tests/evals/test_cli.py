@@ -268,6 +268,10 @@ def test_external_server_is_used_and_left_alone(suite: Suite, tmp_path: Path) ->
         folder = suite.run_folder()
         assert statuses(folder) == {"s/job": "PASS"}
         assert not (folder / "servers").exists()
+        suite.add("other", model_name="another")
+        other = suite.run(*RUN, "other", "--base-url", server.base_url)
+        assert other.returncode == 4
+        assert "it serves stub, not another" in other.stdout
     gone = suite.run(*RUN, "--base-url", server.base_url)
     assert gone.returncode == 75
     assert "cannot be evaluated" in gone.stdout
