@@ -99,7 +99,8 @@ def baseline_save(
         again = {index: scored.logprobs for index, scored in second.items()}
         made = with_logprobs(made, logprobs, replay.noise_between(logprobs, again))
     path = baseline_store.save(root, job.id, made)
-    say(baseline_store.describe(made), f"saved {path}", "approve it to make it count")
+    command = f"evalsuite baseline approve {job.id} {path.stem[:12]}"
+    say(baseline_store.describe(made), f"saved {path}", f"it counts after: {command}")
     return EXIT_OK
 
 

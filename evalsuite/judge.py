@@ -239,7 +239,11 @@ def ask_gate(
             f"{result.num_questions} are recorded",
         )
     outcomes = {kind: one.outcomes for kind, one in baseline.references().items()}
-    return paired_gate(result.per_question, outcomes, floor_of(job), plan_of(job, context))
+    decided = paired_gate(result.per_question, outcomes, floor_of(job), plan_of(job, context))
+    if context.family_size == 1:
+        return decided
+    reason = f"{decided.reason}; {job.config.gate.alpha:g} shared by {context.family_size} jobs"
+    return replace(decided, reason=reason, detail={**decided.detail, "family": context.family_size})
 
 
 def needs_repeat(
