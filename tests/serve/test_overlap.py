@@ -44,6 +44,9 @@ class LateSteps:
         self.last: dict[int, int] = {}
         self.num_late = 0
 
+    def num_nan_rows(self) -> int:
+        return self.steps.num_nan_rows()
+
     def launch(self, plan: StepPlan, block_table: Array) -> LateStep:
         sequences = [*plan.decodes, *(seq for seq, _ in plan.prefills)]
         kept = [list(seq.tokens) for seq in sequences]

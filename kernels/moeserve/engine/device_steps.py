@@ -106,6 +106,12 @@ class DeviceSteps:
         self._logits = torch.empty(
             max_seqs, runner.spec.vocab_size, dtype=runner.options.dtype, device=device
         )
+        # One tensor for all layers, so that their counts come back in one copy.
+        layers = runner.model.moe_layers()
+        self._nan_rows = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        self._nan_rows_seen = torch.zeros(len(layers), dtype=torch.int64, pin_memory=self._is_cuda)
+        for index, layer in enumerate(layers):
+            layer.kernel.nan_rows = self._nan_rows[index : index + 1]
         self._count = 0
         self.num_padding_rows = 0
         self.graphs: GraphLadder | None = None
@@ -169,12 +175,17 @@ class DeviceSteps:
             self._replay(size, shared.num_tokens > 0)
         return self._finished(plan, rows, hidden, self._results[stage])
 
+    def num_nan_rows(self) -> int:
+        """See `Steps.num_nan_rows`."""
+        return int(self._nan_rows_seen.sum())
+
     def _finished(
         self, plan: StepPlan, rows: list[Sequence], hidden: Tensor | None, result: Tensor
     ) -> DeviceStep:
         """Start the copy of the tokens and mark the step's end."""
         if rows:
             result[: len(rows)].copy_(self._tokens[: len(rows)], non_blocking=True)
+        self._nan_rows_seen.copy_(self._nan_rows, non_blocking=True)
         event = None
         if self._is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

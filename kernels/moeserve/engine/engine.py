@@ -87,7 +87,7 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             padding_rows=self.runner.padding_rows() + self.steps.num_padding_rows,
-            nan_rows=self.runner.nan_rows(),
+            nan_rows=self.steps.num_nan_rows(),
             num_steps=self._num_steps,
         )
 

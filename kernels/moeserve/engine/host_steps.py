@@ -45,9 +45,17 @@ class Step(Protocol):
 
 
 class Steps(Protocol):
-    """Launches steps, one after another."""
+    """Launches steps, one after another.
+
+    Attributes:
+        num_padding_rows: Rows of padding in graphs since start.
+    """
 
     num_padding_rows: int
+
+    def num_nan_rows(self) -> int:
+        """Router rows with a NaN, of the steps that are known to have ended."""
+        ...
 
     def launch(self, plan: StepPlan, block_table: Array) -> Step:
         """Begin a step.
@@ -80,6 +88,10 @@ class HostSteps:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+
+    def num_nan_rows(self) -> int:
+        """See `Steps.num_nan_rows`."""
+        return self.runner.nan_rows()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, block_table: Array) -> HostStep:

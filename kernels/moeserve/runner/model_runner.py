@@ -17,6 +17,8 @@ from torch import Tensor
 
 from moeserve.errors import Unsupported, UsageError
 from moeserve.layers.attention import AttentionBackend, AttentionShape
+from moeserve.layers.attention_native import NativePagedAttention
+from moeserve.layers.attention_native import obstacle as native_obstacle
 from moeserve.layers.attention_torch import DEFAULT_PAGE_SIZE, TorchPagedAttention
 from moeserve.layers.linear import Projection, fixed_projection
 from moeserve.models import model_class
@@ -143,8 +145,8 @@ class ModelRunner:
         return self.model.logits(hidden.index_select(0, rows))
 
     def nan_rows(self) -> int:
-        """Router rows with a NaN since start."""
-        return sum(int(getattr(layer, "nan_rows", 0)) for layer in self.model.moe_layers())
+        """Router rows with a NaN since start; waits for the device."""
+        return sum(layer.nan_rows for layer in self.model.moe_layers())
 
     def padding_rows(self) -> int:
         """Rows of padding since start; every layer sees the same ones."""
@@ -156,11 +158,22 @@ def _attention_backend(
     config: EngineConfig, spec: ModelSpec, options: RunnerOptions
 ) -> AttentionBackend:
     asked, device = config.attention_backend, options.device.type
-    known = ("auto", "torch", "triton")
+    known = ("auto", "native", "torch", "triton")
     if asked not in known:
         raise UsageError(f"attention backend {asked!r} is unknown; known: {', '.join(known)}")
-    name = asked if asked != "auto" else ("torch" if device == "cpu" else "triton")
+    name = asked if asked != "auto" else ("native" if device == "cpu" else "triton")
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, options.dtype)
+    torch_reason = "asked for by name"
+    if name == "native":
+        obstacle = native_obstacle(shape, options.page_size)
+        if device != "cpu":
+            obstacle = f"it is for CPUs, not for device {device!r}"
+        if obstacle and asked == name:
+            raise Unsupported(f"attention backend 'native': {obstacle}")
+        if not obstacle and not config.is_deterministic:
+            reason = "asked for by name" if asked == name else "the fastest for CPUs"
+            return NativePagedAttention(shape, reason)
+        name, torch_reason = "torch", f"native: {obstacle}"
     if name == "torch":
         if device != "cpu":
             raise Unsupported(f"attention backend 'torch' is for CPUs; device {device!r} has none")
@@ -169,7 +182,7 @@ def _attention_backend(
                 "deterministic mode: attention backend 'torch' pads a batch to its longest "
                 "sequence, so a result depends on its neighbours"
             )
-        return TorchPagedAttention(shape, options.page_size or DEFAULT_PAGE_SIZE)
+        return TorchPagedAttention(shape, options.page_size or DEFAULT_PAGE_SIZE, torch_reason)
     # Triton is imported only where it is used: a CPU server never needs it.
     from triton import knobs
 
