@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -397,3 +399,23 @@ def test_trtllm_rule_published(n: int, offset: float, theta: float) -> None:
 def test_vllm_rule() -> None:
     assert rules.vllm_passes(0.81, 0.88)
     assert not rules.vllm_passes(0.79, 0.88)
+
+
+@pytest.mark.parametrize("n", [1, 30, 330, 1319])
+@pytest.mark.parametrize("p", [1e-6, 0.02, 0.5, 0.9, 0.96, 1.0])
+def test_binomial_cdf_equals_scipy_stats(n: int, p: float) -> None:
+    for k in {-1, 0, 1, n // 2, int(0.9 * n), n - 1, n, n + 1}:
+        want = float(scipy_stats.binom.cdf(k, n, p))
+        assert proportion.binomial_cdf(k, n, p) == pytest.approx(want, rel=1e-9, abs=1e-300)
+
+
+def test_a_verdict_does_not_wait_for_scipy_stats() -> None:
+    code = (
+        "import sys\n"
+        "from evalsuite.gates.absolute import Floor, threshold_gate\n"
+        "from evalsuite.gates.base import Counts\n"
+        "threshold_gate(Counts(1200, 0, 1319), Floor(0.9, 0.02, None, 0.05, 0.8))\n"
+        "print('scipy.stats' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
