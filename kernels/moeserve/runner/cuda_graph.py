@@ -50,12 +50,13 @@ class CudaCapture:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Captured:
-        """Run once to load every kernel, then capture."""
-        run()
+        """Run once to load every kernel and make the library's scratch, then capture."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph() collects garbage before each capture, which takes longer than this.
         with torch.cuda.stream(self._stream):
+            run()
+            self._stream.synchronize()
+            # torch.cuda.graph() collects garbage before each capture, which takes longer than this.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
