@@ -92,26 +92,63 @@ def unknown_durations(ids: Sequence[str], durations: Mapping[str, float]) -> lis
     return [Problem("note", f"{len(unknown)} recorded durations are of no job here: {shown}")]
 
 
-def split(ids: Sequence[str], durations: Mapping[str, float], count: int) -> list[list[str]]:
+def launch_keys(jobs: Sequence[EvalJob]) -> dict[str, str]:
+    """Job id -> what its server is started with; equal keys share one start.
+
+    Read from the config alone, so that a machine without the engine computes the same.
+    """
+    keys = ("engine", "model_name", "server_args", "env", "trust_remote_code")
+    return {
+        job.id: json.dumps([job.config.model_dump(include=set(keys)), job.pool and job.pool.name])
+        for job in jobs
+    }
+
+
+def split(
+    ids: Sequence[str],
+    durations: Mapping[str, float],
+    count: int,
+    launches: Mapping[str, str] | None = None,
+) -> list[list[str]]:
     """Partition ids into `count` shards, longest first onto the shard with the least so far.
 
-    A job without a recorded duration counts as the median of the others, so that new jobs
-    spread evenly. Ties go by id and by shard number, so that the split is the same everywhere.
+    Jobs with the same launch stay together, so that their server is started once, unless they
+    take longer than a shard's fair share: then they are dealt out one by one, because a longer
+    run costs more than a second start. A job without a recorded duration counts as the median of
+    the others, so that new jobs spread evenly. Ties go by id and by shard number, so that the
+    split is the same everywhere.
+
+    Args:
+        ids: Job ids.
+        durations: Seconds by job id.
+        count: Shards.
+        launches: Job id -> key of its launch; a job without one stands alone.
     """
     known = [durations[name] for name in ids if name in durations]
     usual = statistics.median(known) if known else 1.0
     # A recorded zero still takes a place: otherwise all of them would land on one shard.
     seconds = {name: max(durations.get(name, usual), 1e-3) for name in ids}
+    together: dict[str, list[str]] = {}
+    for name in sorted(seconds):
+        together.setdefault((launches or {}).get(name, name), []).append(name)
+    # With a shard for every job nothing is gained by an empty one.
+    fair = sum(seconds.values()) / count if count < len(seconds) else 0.0
+    units: list[list[str]] = []
+    for names in together.values():
+        is_short = sum(seconds[name] for name in names) <= fair
+        units += [names] if is_short else [[name] for name in names]
     loads = [0.0] * count
     shard_of = {}
-    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+    lengths = [(sum(seconds[name] for name in names), names) for names in units]
+    for length, names in sorted(lengths, key=lambda unit: (-unit[0], unit[1])):
         lightest = min(range(count), key=lambda index: (loads[index], index))
-        loads[lightest] += seconds[name]
-        shard_of[name] = lightest
+        loads[lightest] += length
+        shard_of.update(dict.fromkeys(names, lightest))
     return [[name for name in ids if shard_of[name] == index] for index in range(count)]
 
 
 def take(jobs: Sequence[EvalJob], durations: Mapping[str, float], shard: Shard) -> list[EvalJob]:
     """This shard's jobs, in their old order; may be none where there are fewer jobs than shards."""
-    mine = set(split([job.id for job in jobs], durations, shard.count)[shard.index - 1])
+    parts = split([job.id for job in jobs], durations, shard.count, launch_keys(jobs))
+    mine = set(parts[shard.index - 1])
     return [job for job in jobs if job.id in mine]

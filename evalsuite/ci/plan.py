@@ -244,11 +244,12 @@ def _parts(
                 f"{minutes([job])} min; pool {pool.name} allows {pool.timeout_minutes}: lower "
                 "them, or raise timeout_minutes in hardware.yaml"
             )
+    launches = shards.launch_keys(jobs)
     count = 1
     while True:
-        split = shards.split(list(by_id), durations, count)
+        split = shards.split(list(by_id), durations, count, launches)
         parts = [[by_id[name] for name in names] for names in split]
-        if all(minutes(part) <= pool.timeout_minutes for part in parts):
+        if all(part and minutes(part) <= pool.timeout_minutes for part in parts):
             return parts
         count += 1  # ends: each job alone fits, and as many shards as jobs hold one each
 

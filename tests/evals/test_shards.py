@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
-from evalsuite.jobs import make_job
+from evalsuite.jobs import EvalJob, make_job
 from evalsuite.shards import (
     Shard,
+    launch_keys,
     parse_shard,
     read_durations,
     record_durations,
@@ -55,6 +56,57 @@ class TestShards:
         assert len(shards) == count
         backwards = split(ids[::-1], dict(reversed(durations.items())), count)
         assert [sorted(shard) for shard in backwards] == [sorted(shard) for shard in shards]
+
+    def test_jobs_with_one_launch_share_a_shard_and_so_a_start(self) -> None:
+        launches = {"a1": "A", "a2": "A", "a3": "A", "b1": "B", "b2": "B"}
+        ids = ["b1", "a1", "c", "a2", "d", "a3", "b2", "e", "f"]
+        shards = split(ids, {}, 3, launches)
+        # Three each; without the launches the first would hold a1, b1 and d.
+        assert list(map(sorted, shards)) == [["a1", "a2", "a3"], ["b1", "b2", "e"], ["c", "d", "f"]]
+        assert split(ids, {}, 3)[0] == ["b1", "a1", "d"]
+
+    def test_a_launch_longer_than_a_fair_share_is_dealt_out(self) -> None:
+        # All six on one server would take six units, where two shards need three each.
+        one = dict.fromkeys("abcdef", "same")
+        assert sorted(map(len, split(list("abcdef"), {}, 2, one))) == [3, 3]
+        assert sorted(map(len, split(list("abcdef"), {}, 6, one))) == [1] * 6
+
+    @given(
+        st.dictionaries(st.text(max_size=4), st.sampled_from("ABC"), max_size=20),
+        st.integers(1, 25),
+        st.lists(st.floats(0, 1e6), min_size=20, max_size=20),
+    )
+    def test_launches_change_neither_the_partition_nor_its_order(
+        self, launches: dict[str, str], count: int, seconds: list[float]
+    ) -> None:
+        ids = list(launches)
+        durations = dict(zip(ids[::2], seconds, strict=False))
+        shards = split(ids, durations, count, launches)
+        assert sorted(name for shard in shards for name in shard) == sorted(ids)
+        backwards = split(ids[::-1], durations, count, launches)
+        assert [sorted(shard) for shard in backwards] == [sorted(shard) for shard in shards]
+        if count >= len(ids):
+            assert max(map(len, shards), default=0) <= 1
+
+    def test_a_launch_is_what_the_server_is_started_with(self) -> None:
+        def job(name: str, **values: object) -> EvalJob:
+            base = {"model_name": "m", "accuracy_threshold": 0.9, "num_questions": 10}
+            config = EvalConfig(**{**base, "num_fewshot": 5, **values})  # type: ignore[arg-type]
+            return make_job(Path(f"one/{name}.yaml"), config, None)
+
+        jobs = [
+            job("a"),
+            job("b", num_questions=20, task="minigsm", max_tokens=64),
+            job("c", server_args="--max-model-len 4096"),
+            job("d", env={"X": "1"}),
+            job("e", engine="vllm"),
+            job("f", model_name="other"),
+        ]
+        keys = list(launch_keys(jobs).values())
+        assert keys[0] == keys[1]
+        assert len(set(keys)) == 5
+        parts = [take(jobs, {}, Shard(index, 2)) for index in (1, 2)]
+        assert any({"one/a", "one/b"} <= {job.id for job in part} for part in parts)
 
     def test_take(self) -> None:
         config = EvalConfig(
