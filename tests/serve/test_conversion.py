@@ -71,6 +71,7 @@ INVERSES: dict[str, Inverse] = {
     "aiter_16x16": undo_aiter,
     "block_major_k": undo_block_major,
     "checkpoint": lambda w13, w2: (w13, w2),
+    "columns": lambda w13, w2: (w13.mT, w2.mT),
 }
 
 

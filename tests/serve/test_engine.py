@@ -112,7 +112,8 @@ def test_a_greedy_continuation_does_not_depend_on_what_surrounds_it(
 
 
 def test_dense_rows_and_gathered_pages_agree(alone: list[list[int]]) -> None:
-    engine = Engine(config())
+    assert continuations(Engine(config(attention_backend="torch")), prompts(12)) == alone
+    engine = Engine(config(attention_backend="torch"))
     engine.runner.attention.rows.max_bytes = 0  # type: ignore[attr-defined]
     assert continuations(engine, prompts(12)) == alone
 

@@ -73,8 +73,12 @@ def prompt_of(length: int) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_scores_and_continuations_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "kernels"), [*((v, "auto") for v in VARIANTS), ("plain", "torch")]
+)
+def test_scores_and_continuations_equal_those_of_transformers(
+    variant: str, kernels: str, tmp_path: Path
+) -> None:
     model = make(tmp_path, **VARIANTS[variant])
     prompt = prompt_of(50)
     ids = torch.tensor([prompt])
@@ -83,6 +87,8 @@ def test_scores_and_continuations_equal_those_of_transformers(variant: str, tmp_
         continued = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     # A budget of 32 cuts the prompt in two.
     config = EngineConfig(model=str(tmp_path), max_num_batched_tokens=32, max_num_seqs=4)
+    if kernels == "torch":
+        config = replace(config, attention_backend="torch", moe_backend="cpu")
     events = run(Engine(config), prompt, max_tokens=24, num_prompt_logprobs=256)
     scored = events[0].prompt_logprobs
     assert scored[0] is None

@@ -24,7 +24,7 @@ from moeserve.moe.oracle import select_unquantized_moe_backend
 from moeserve.moe.reference import reference_routing
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
 
-BACKENDS = ["cpu", "torch_grouped_mm"]
+BACKENDS = ["cpu", "cpu_native", "torch_grouped_mm"]
 LLAMA4 = RoutingSpec(1, scoring="sigmoid", is_renormalized=False, weight_on_input=True)
 
 

@@ -45,7 +45,7 @@ def test_policy_table_is_the_agreed_one() -> None:
         ("cuda-sm120", "any layer"): ((ANY, blackwell),),
         ("rocm", "any layer"): ((ANY, ("aiter", "triton")),),
         ("xpu", "any layer"): ((ANY, ("triton",)),),
-        ("cpu", "any layer"): ((ANY, ("cpu", "torch_grouped_mm")),),
+        ("cpu", "any layer"): ((ANY, ("cpu_native", "cpu", "torch_grouped_mm")),),
         ("tpu", "any layer"): ((ANY, ()),),
         ("oot", "any layer"): ((ANY, ()),),
     }
@@ -90,11 +90,19 @@ def test_auto_without_libraries_says_why_each_was_refused() -> None:
     assert reasons["flashinfer_cutlass"] == "flashinfer-python is not installed"
 
 
-def test_cpu_maps_to_itself() -> None:
+@pytest.mark.parametrize(
+    ("reason", "name"), [("", "cpu_native"), ("no C compiler on this machine", "cpu")]
+)
+def test_cpu_takes_the_native_experts_where_they_compile(
+    monkeypatch: pytest.MonkeyPatch, reason: str, name: str
+) -> None:
+    monkeypatch.setattr(type(registry().get("cpu_native")), "missing", lambda self: reason)
     plan = select_unquantized_moe_backend(make_spec())
-    assert plan.ranges == ((8192, "cpu"),)
+    assert plan.ranges == ((8192, name),)
     assert plan.requested == "auto"
-    assert plan.considered == ("cpu", "torch_grouped_mm")
+    assert plan.considered == ("cpu_native", "cpu", "torch_grouped_mm")
+    assert [r.reason for r in plan.rejected] == [reason] * bool(reason)
+    assert select_unquantized_moe_backend(make_spec(dtype=torch.bfloat16)).primary == "cpu"
 
 
 @pytest.mark.parametrize("platform", ["tpu", "oot"])
@@ -257,7 +265,7 @@ def test_ranges_share_the_layout_of_the_last_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_plan_picks_by_tokens() -> None:
-    plan = select_unquantized_moe_backend(make_spec())
+    plan = select_unquantized_moe_backend(make_spec(), "cpu")
     assert plan.backend_for(1) == plan.backend_for(10**6) == "cpu"
 
 

@@ -68,9 +68,8 @@ def vllm_command(path: str | None = None) -> PeerCommand:
     # As much KV cache as moeserve takes on a CPU; more only costs memory here.
     env["VLLM_CPU_KVCACHE_SPACE"] = "1"
     asked = subprocess.run(
-        [command, "--version"], capture_output=True, text=True, check=False,
-        env={**os.environ, **env},
-    )  # fmt: skip
+        [*_with(env), command, "--version"], capture_output=True, text=True, check=False
+    )
     words = asked.stdout.split()
     argv = [command, "serve", str(model_dir()), "--dtype", "float32", "--max-model-len", "4096"]
     argv += ["--served-model-name", MODEL_NAME, "--disable-uvicorn-access-log"]
@@ -91,14 +90,13 @@ class PeerServer:
         self.name = command.name
         port = _free_port()
         self.base_url = f"http://127.0.0.1:{port}"
-        argv = [word.replace("{port}", str(port)) for word in command.argv]
+        argv = [*_with(command.env), *(w.replace("{port}", str(port)) for w in command.argv)]
         start = time.monotonic()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 argv,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **command.env},
                 start_new_session=True,
             )
         try:
@@ -158,6 +156,11 @@ class PeerServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _with(env: Mapping[str, str]) -> list[str]:
+    """A command's head that sets variables on top of the inherited ones."""
+    return ["env", *(f"{name}={value}" for name, value in env.items())]
 
 
 def _free_port() -> int:

@@ -75,13 +75,15 @@ class AttentionBackend(Protocol):
         name: As shown at `/v1/backends`.
         page_size: Tokens a page.
         reason: Why this one, for `/v1/backends`.
-        is_fused: `forward_fused` is called in place of norm, rotation and `forward`.
+        is_fused: Its layers run the fused kernels for GPUs, in steps that need no host.
+        takes_qkv: `forward_fused` is called in place of norm, rotation and `forward`.
     """
 
     name: str
     page_size: int
     reason: str
     is_fused: bool
+    takes_qkv: bool
 
     def page_bytes(self) -> int:
         """Bytes of one page of one layer."""
@@ -191,7 +193,7 @@ class Attention(nn.Module):
         Returns:
             [T, num_heads * head_dim].
         """
-        if self.backend.is_fused:
+        if self.backend.takes_qkv:
             return self.backend.forward_fused(qkv, self, rope, batch)
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads

@@ -94,7 +94,7 @@ def _page_run(pages: Array, page_size: int) -> PageRun:
     return PageRun(0, num_slots, torch.from_numpy(pages.astype(np.int64)))
 
 
-def _num_shared_pages(table: Array, max_full_pages: int) -> int:
+def num_shared_pages(table: Array, max_full_pages: int) -> int:
     """Leading columns [B, P] that are the same in every row."""
     if len(table) < 2 or max_full_pages == 0:
         return 0
@@ -106,12 +106,15 @@ class TorchPagedAttention:
     """The attention backend for CPUs; see `AttentionBackend`."""
 
     name = "torch"
-    reason = "the backend for CPUs"
     is_fused = False
+    takes_qkv = False
 
-    def __init__(self, shape: AttentionShape, page_size: int = DEFAULT_PAGE_SIZE) -> None:
+    def __init__(
+        self, shape: AttentionShape, page_size: int = DEFAULT_PAGE_SIZE, reason: str = ""
+    ) -> None:
         self.shape = shape
         self.page_size = page_size
+        self.reason = reason
         self.scale = shape.head_dim**-0.5
         self.rows = DecodeRows(shape, page_size)
         self._workspace = torch.empty(0, dtype=shape.dtype)
@@ -148,7 +151,7 @@ class TorchPagedAttention:
         lengths = host.seq_lens[:num_seqs]
         num_pages = -(-int(lengths.max()) // page_size)
         table = host.block_table[:num_seqs, :num_pages]
-        num_shared = _num_shared_pages(table, int(lengths.min() - 1) // page_size)
+        num_shared = num_shared_pages(table, int(lengths.min() - 1) // page_size)
         if num_shared * page_size * (num_seqs - 1) < _MIN_SHARED_READS:
             num_shared = 0
         rows = None

@@ -69,6 +69,7 @@ class TritonPagedAttention:
 
     name = "triton"
     is_fused = True
+    takes_qkv = True
 
     def __init__(
         self,

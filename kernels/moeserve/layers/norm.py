@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moeserve.native.build import LANES, native
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight."""
@@ -22,6 +24,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.shape = (size,)
         self.is_fused = is_fused
+        has_native = not is_fused and dtype == torch.float32 and size % LANES == 0
+        self._native = native().functions if has_native else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [T, H]; keeps dtype."""
@@ -30,6 +34,8 @@ class RMSNorm(nn.Module):
             from moeserve.triton_kernels.norm import add_norm
 
             return add_norm(x, None, self.weight, self.eps)
+        if self._native is not None and x.device.type == "cpu":
+            return self._add_natively(None, x.contiguous())
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,5 +54,18 @@ class RMSNorm(nn.Module):
             from moeserve.triton_kernels.norm import add_norm
 
             return add_norm(x, residual, self.weight, self.eps), residual
+        if self._native is not None and residual.device.type == "cpu":
+            return self._add_natively(x.contiguous(), residual), residual
         residual = residual + x
         return self.forward(residual), residual
+
+    def _add_natively(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """The same in C; `residual`, contiguous, becomes the sum."""
+        assert self._native is not None
+        out = torch.empty_like(residual)
+        H = self.shape[0]
+        self._native.moeserve_add_norm(
+            *(x.data_ptr() if x is not None else None, residual.data_ptr()),
+            *(self.weight.data_ptr(), out.data_ptr(), residual.numel() // H, H, self.eps),
+        )
+        return out

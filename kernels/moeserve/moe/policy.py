@@ -57,7 +57,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("cuda-sm120", "any layer", ((ANY, _BLACKWELL),)),
     Rule("rocm", "any layer", ((ANY, ("aiter", "triton")),)),
     Rule("xpu", "any layer", ((ANY, ("triton",)),)),
-    Rule("cpu", "any layer", ((ANY, ("cpu", "torch_grouped_mm")),)),
+    Rule("cpu", "any layer", ((ANY, ("cpu_native", "cpu", "torch_grouped_mm")),)),
     # The two have no experts in this tree: a backend of another package is asked for by name.
     Rule("tpu", "any layer", ((ANY, ()),)),
     Rule("oot", "any layer", ((ANY, ()),)),
