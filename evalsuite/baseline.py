@@ -19,8 +19,8 @@ from evalsuite.evaluators.base import EvalResult
 from evalsuite.ledger import LedgerRecord
 
 SCHEMA = "evalsuite.baseline/1"
-# Log-probabilities are kept to this many digits after the point; gates look at shifts of 1e-3.
-LOGPROB_DIGITS = 5
+# Log-probabilities are kept to this many digits after the point; replay lets 1e-6 pass always.
+LOGPROB_DIGITS = 7
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def with_logprobs(
         index: replace(
             answer,
             logprobs=tuple(round(x, LOGPROB_DIGITS) for x in logprobs.get(index, ())),
-            logprob_noise=round(noise[index], 7) if index in noise else None,
+            logprob_noise=round(noise[index], 8) if index in noise else None,
         )
         for index, answer in baseline.answers.items()
     }

@@ -39,11 +39,7 @@ PLANS = {
 }
 # Gates that look at right and wrong answers alone.
 ACCURACY_GATES = ("threshold", "statistical", *PLANS, "vLLM -8 points", "TensorRT-LLM")
-REPLAYS = ("replay", "replay, fine")
-# Below the default, which is kept well above the digits of a stored baseline: these figures are
-# not stored, and float32 in batches of another size moves them less.
-FINE_SPREAD = 1e-5
-GATES = (*ACCURACY_GATES, "equal", *REPLAYS)
+GATES = (*ACCURACY_GATES, "equal", "replay")
 WORDS = {Status.FAIL: "**seen**", Status.PASS: "·", Status.INCONCLUSIVE: "unsure"}
 
 
@@ -85,7 +81,6 @@ def respond(clean: Measured, found: Measured, noise: Mapping[int, float]) -> Res
     logprobs = dict(enumerate(found.logprobs))
     base = {index: clean.logprobs[index] for index in logprobs}
     replayed = compare_logprobs(base, logprobs, ReplayLimits(), noise)
-    fine = compare_logprobs(base, logprobs, ReplayLimits(min_spread=FINE_SPREAD), noise)
     outcomes = {
         "threshold": threshold_gate(counts, floor).status,
         "statistical": statistical_gate(counts, floor).status,
@@ -94,7 +89,6 @@ def respond(clean: Measured, found: Measured, noise: Mapping[int, float]) -> Res
         "TensorRT-LLM": _status(TrtllmRule(n).passes(accuracy, reference)),
         "equal": _equal(clean.texts[:n], found.texts),
         "replay": replayed.status,
-        "replay, fine": fine.status,
     }
     return Response(found.name, discordance(before, after), outcomes, replayed)
 
@@ -163,8 +157,7 @@ def render(folder: Path) -> str:
             "threshold is the clean accuracy on the same questions, and both public rules have it "
             f"as their reference. Replay: {replayed.num_questions} clean replies, "
             f"{replayed.num_tokens} tokens, teacher-forced, against the clean model's own noise in "
-            f"other batches; a shift of {ReplayLimits().min_spread:g} nats always passes, under "
-            f"*fine* one of {FINE_SPREAD:g}.",
+            f"other batches; a shift of {ReplayLimits().min_spread:g} nats always passes.",
             table(header, rows),
             summary(found[1:]),
         ]
@@ -175,13 +168,12 @@ def summary(faults: Sequence[Response]) -> str:
     """Count what each gate sees, and what replay sees of the rest."""
     unseen = [one for one in faults if not one.is_seen_by(ACCURACY_GATES)]
     counts = [f"{gate} {sum(one.is_seen_by([gate]) for one in faults)}" for gate in GATES]
-    by_default = sum(one.is_seen_by(REPLAYS[:1]) for one in unseen)
-    by_fine = sum(one.is_seen_by(REPLAYS) for one in unseen)
-    names = ", ".join(f"`{one.name}`" for one in unseen if not one.is_seen_by(REPLAYS)) or "none"
+    left = [one.name for one in unseen if not one.is_seen_by(["replay"])]
+    names = ", ".join(f"`{name}`" for name in left) or "none"
     return (
         f"Doses seen, of {len(faults)}: {', '.join(counts)}.\n\n"
-        f"No accuracy gate sees {len(unseen)} of them. Of these, replay sees {by_default}, and "
-        f"{by_fine} where it is fine; unseen by either: {names}."
+        f"No accuracy gate sees {len(unseen)} of them. Of these, replay sees "
+        f"{len(unseen) - len(left)}; unseen by it too: {names}."
     )
 
 

@@ -46,7 +46,7 @@ def test_round_trip_keeps_the_digest() -> None:
     assert again == base
     assert digest(again) == digest(base)
     assert base.answers[0].text_sha256 == text_sha256(f"{text} 0")
-    assert base.answers[0].logprobs == (-0.12346, -2.0)
+    assert base.answers[0].logprobs == (-0.1234567, -2.0)
     # One question a line, so that a diff shows questions.
     assert sum('"outcomes"' in line for line in render(base).splitlines()) == 3
 

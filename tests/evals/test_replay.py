@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from fake_server import Action, FakeServer, Request
+from fake_server import Action, FakeServer, Request, error
 
+from evalsuite.baseline import LOGPROB_DIGITS
 from evalsuite.client import RetryPolicy
 from evalsuite.errors import EvalError
 from evalsuite.flips import Flip
@@ -72,6 +73,25 @@ def test_failures_are_errors_after_retries() -> None:
         score(ReplayServer(server.url, "m", retry=policy), {0: ("q", "a")})
 
 
+def test_retries_and_the_key_are_the_clients() -> None:
+    policy = RetryPolicy(max_retries=2, base_s=0.001)
+
+    def script(request: Request) -> Action:
+        return error(429, "busy", Retry_After="0") if request.attempt < 2 else echoed(request)
+
+    with FakeServer(script) as server:
+        target = ReplayServer(server.url + "/v1/", "m", retry=policy, api_key="sk-secret")
+        found = score(target, {7: ("a question", " so it is 18")})
+        assert found[7].tokens == (" so", " it", " is", " 18")
+        assert {r.headers["authorization"] for r in server.requests} == {"Bearer sk-secret"}
+        assert [request.attempt for request in server.requests] == [0, 1, 2]
+    with (
+        FakeServer(lambda _: error(401, "no key sk-secret")) as server,
+        pytest.raises(EvalError, match=r"refuses echo .*HTTP 401: no key \*\*\*"),
+    ):
+        score(ReplayServer(server.url, "m", api_key="sk-secret"), {0: ("q", "a")})
+
+
 def test_a_token_across_the_border_is_left_out() -> None:
     logprobs = {"tokens": ["ab", "cd"], "token_logprobs": [None, -1.0], "text_offset": [0, 2]}
     payload = json.dumps({"choices": [{"logprobs": logprobs}]}).encode()
@@ -129,10 +149,10 @@ def test_more_noise_without_a_shift_is_seen_against_the_builds_own() -> None:
 def test_a_bit_equal_build_with_rounded_logprobs_passes() -> None:
     rng = np.random.default_rng(4)
     base = answers(rng)
-    rounded = {i: [round(x, 5) for x in row] for i, row in base.items()}
+    rounded = {i: [round(x, LOGPROB_DIGITS) for x in row] for i, row in base.items()}
     outcome = compare_logprobs(rounded, base, ReplayLimits(), dict.fromkeys(base, 0.0))
     assert outcome.status is Status.PASS
-    assert 0 < outcome.spread < 1e-5
+    assert 0 < outcome.spread < 1e-7
 
 
 def test_a_few_questions_far_beyond_the_noise_are_seen() -> None:
