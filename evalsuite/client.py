@@ -10,12 +10,16 @@ import asyncio
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from evalsuite.wire import Choice, MalformedError, SamplingSettings, error_message, parse_choices
+from evalsuite.wire import MalformedError, SamplingSettings, error_message, parse_choices
+
+Content = TypeVar("Content")
 
 # An idle socket is dropped before the server does it (uvicorn: 5 s), or a request would be sent
 # into a connection that was just closed.
@@ -68,6 +72,21 @@ class RequestFailure:
     retries: int = 0
     latency_s: float = 0.0
     retry_errors: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[Content]):
+    """A reply that was read.
+
+    Attributes:
+        content: What `read` made of it.
+        latency_s: Of the last attempt.
+        retry_errors: "Type: message" of each failed attempt before it, in order.
+    """
+
+    content: Content
+    latency_s: float
+    retry_errors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -172,13 +191,42 @@ class Client:
         Returns:
             One reply per prompt in prompt order, or the failure of them all.
         """
+        is_chat = self.settings.sampling.is_chat
+        outcome = await self.exchange(body, lambda data: parse_choices(data, num_prompts, is_chat))
+        if isinstance(outcome, RequestFailure):
+            return outcome
+        return tuple(
+            Reply(
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                prompt_tokens=choice.prompt_tokens,
+                completion_tokens=choice.completion_tokens,
+                latency_s=outcome.latency_s,
+                retries=len(outcome.retry_errors),
+                retry_errors=outcome.retry_errors,
+                token_ids=choice.token_ids,
+                token_logprobs=choice.token_logprobs,
+            )
+            for choice in outcome.content
+        )
+
+    async def exchange(
+        self, body: bytes, read: Callable[[bytes], Content]
+    ) -> Exchange[Content] | RequestFailure:
+        """Post one body and read its reply, with the attempts, limits and key of the settings.
+
+        Args:
+            body: JSON.
+            read: Makes something of the reply's bytes; a `MalformedError` of it is one more
+                failed attempt, anything else it raises goes to the caller.
+        """
         policy = self.settings.retry
         started = time.perf_counter()
         errors: list[str] = []
         while True:
             sent = time.perf_counter()
             try:
-                choices = await self._post(body, num_prompts)
+                content = await self._post(body, read)
             except _AttemptError as failed:
                 message = self._mask(failed.message)
                 errors.append(message)
@@ -190,23 +238,9 @@ class Client:
                     )
                 await asyncio.sleep(policy.pause_s(len(errors) - 1, failed.retry_after_s))
                 continue
-            latency = time.perf_counter() - sent
-            return tuple(
-                Reply(
-                    text=choice.text,
-                    finish_reason=choice.finish_reason,
-                    prompt_tokens=choice.prompt_tokens,
-                    completion_tokens=choice.completion_tokens,
-                    latency_s=latency,
-                    retries=len(errors),
-                    retry_errors=tuple(errors),
-                    token_ids=choice.token_ids,
-                    token_logprobs=choice.token_logprobs,
-                )
-                for choice in choices
-            )
+            return Exchange(content, time.perf_counter() - sent, tuple(errors))
 
-    async def _post(self, body: bytes, num_prompts: int) -> list[Choice]:
+    async def _post(self, body: bytes, read: Callable[[bytes], Content]) -> Content:
         """Run one attempt.
 
         Raises:
@@ -232,7 +266,7 @@ class Client:
                 retry_after_s=_retry_after(response.headers.get("Retry-After")),
             )
         try:
-            return parse_choices(payload, num_prompts, self.settings.sampling.is_chat)
+            return read(payload)
         except MalformedError as error:
             raise _AttemptError("malformed", f"Malformed: {error}", response.status) from error
 

@@ -10,13 +10,10 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import aiohttp
-
-from evalsuite.client import RetryPolicy
+from evalsuite.client import Client, ClientSettings, Exchange, RequestFailure, RetryPolicy
 from evalsuite.errors import EvalError
-from evalsuite.wire import error_message
+from evalsuite.wire import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,18 @@ async def _score_all(
     server: ReplayServer, texts: Mapping[int, tuple[str, str]]
 ) -> dict[int, Scored]:
     gate = asyncio.Semaphore(server.concurrency)
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=server.timeout_s),
-        headers=headers,
-    ) as session:
+    settings = ClientSettings(
+        base_url=server.base_url,
+        sampling=SamplingSettings(server.model, max_tokens=0, temperature=0.0, seed=0),
+        timeout_s=server.timeout_s,
+        retry=server.retry,
+        api_key=server.api_key,
+    )
+    async with Client(settings) as client:
 
         async def one(prompt: str, answer: str) -> Scored:
             async with gate:
-                return await _score(session, server, prompt, answer)
+                return await _score(client, prompt, answer)
 
         keys = list(texts)
         tasks = [asyncio.create_task(one(*texts[key])) for key in keys]
@@ -89,38 +88,35 @@ async def _score_all(
     return dict(zip(keys, results, strict=True))
 
 
-async def _score(
-    session: aiohttp.ClientSession, server: ReplayServer, prompt: str, answer: str
-) -> Scored:
-    url = server.base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
-    body: dict[str, Any] = {
-        "model": server.model,
-        "prompt": prompt + answer,
-        "echo": True,
-        "logprobs": 1,
-        # Zero is refused by some servers; the one token then generated is cut off below.
-        "max_tokens": 0,
-        "temperature": 0,
-    }
-    attempt = 0
-    while True:
-        try:
-            async with session.post(url, json=body) as response:
-                payload = await response.read()
-            if response.status == 200:
-                return answer_part(payload, len(prompt), len(prompt) + len(answer))
-            problem = f"HTTP {response.status}: {error_message(payload)}"
-            if response.status == 400 and body["max_tokens"] == 0:
-                body["max_tokens"] = 1
-                continue
-            if response.status < 500 and response.status != 429:
-                raise EvalError("replay: the server refuses echo with logprobs", 1, 1, problem)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        if attempt >= server.retry.max_retries:
-            raise EvalError("replay: a request failed after all retries", 1, 1, problem)
-        await asyncio.sleep(server.retry.pause_s(attempt, None))
-        attempt += 1
+async def _score(client: Client, prompt: str, answer: str) -> Scored:
+    start, end = len(prompt), len(prompt) + len(answer)
+
+    async def ask(max_tokens: int) -> Exchange[Scored] | RequestFailure:
+        body = {
+            "model": client.settings.sampling.model,
+            "prompt": prompt + answer,
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        return await client.exchange(
+            json.dumps(body).encode("ascii"), lambda payload: answer_part(payload, start, end)
+        )
+
+    outcome = await ask(max_tokens=0)
+    if isinstance(outcome, RequestFailure) and outcome.status == 400:
+        # Zero is refused by some servers; the one token then generated is cut off.
+        outcome = await ask(max_tokens=1)
+    if not isinstance(outcome, RequestFailure):
+        return outcome.content
+    is_refused = outcome.status is not None and outcome.status // 100 == 4
+    reason = (
+        "replay: the server refuses echo with logprobs"
+        if is_refused and outcome.status != 429
+        else "replay: a request failed after all retries"
+    )
+    raise EvalError(reason, 1, 1, outcome.message)
 
 
 def answer_part(payload: bytes, start: int, end: int) -> Scored:

@@ -165,6 +165,7 @@ class _Surveyor:
         self.result.problems += loaded.problems
         if loaded.config is not None:
             self.result.problems += _refused_flags(loaded.config, loaded, path)
+            self.result.problems += _refused_settings(loaded.config, loaded, path)
         if self.is_strict and loaded.config is not None and not loaded.config.provenance:
             line = loaded.lines.get("accuracy_threshold", 1)
             message = "says not where the threshold comes from; add `provenance: ...`"
@@ -181,6 +182,22 @@ def _refused_flags(config: EvalConfig, loaded: LoadedConfig, path: Path) -> list
     except ConfigError as error:
         line = loaded.lines.get("server_args", 1)
         return [replace(problem, file=str(path), line=line) for problem in error.problems]
+    return []
+
+
+def _refused_settings(config: EvalConfig, loaded: LoadedConfig, path: Path) -> list[Problem]:
+    """Settings that the named evaluator does not have, the chat route for lm-eval among them."""
+    if config.evaluator != "lm-eval":
+        return []
+    from evalsuite.evaluators.lm_eval_form import find_form
+
+    try:
+        find_form(config)
+    except ConfigError as error:
+        return [
+            replace(problem, file=str(path), line=loaded.lines.get(problem.key, 1))
+            for problem in error.problems
+        ]
     return []
 
 

@@ -25,7 +25,8 @@ from evalsuite.errors import ConfigError, EvalError, Problem
 from evalsuite.evaluators.aggregate import Circumstances, Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience
-from evalsuite.evaluators.lm_eval_job import find_form, worker_job, write_task
+from evalsuite.evaluators.lm_eval_form import find_form
+from evalsuite.evaluators.lm_eval_job import worker_job, write_task
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
 from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
 from evalsuite.ledger import Ledger, LedgerRecord

@@ -1,4 +1,4 @@
-"""What lm-eval is told: which of its tasks a name means, the task file, the child's job.
+"""What lm-eval is told: the task file and the child's job.
 
 Receives an `EvaluationRequest`, writes data and a task file that includes lm-eval's own, returns
 the `WorkerJob`. Running it is `lm_eval.py`.
@@ -9,65 +9,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from evalsuite.client import ClientSettings
-from evalsuite.config import EvalConfig
-from evalsuite.errors import ConfigError, Problem
 from evalsuite.evaluators.base import EvaluationRequest
 from evalsuite.evaluators.limits import allow_sockets
+from evalsuite.evaluators.lm_eval_form import Form, find_form
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
 from evalsuite.ledger import LedgerRecord
 from evalsuite.tasks.base import Row, Task
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
 from evalsuite.wire import SamplingSettings
-
-
-@dataclass(frozen=True)
-class Form:
-    """How one of our task names is run by lm-eval.
-
-    Attributes:
-        task: Our task with the same prompts; it gives rows, readings and profile.
-        file: lm-eval's task file that ours includes.
-        is_first_n: Shots are the first train rows, and our task's stop strings are sent.
-    """
-
-    task: str
-    file: str
-    is_first_n: bool = False
-
-
-_FORMS = {
-    "gsm8k": Form("gsm8k-lm-eval", "gsm8k.yaml"),
-    "gsm8k-lm-eval": Form("gsm8k-lm-eval", "gsm8k.yaml"),
-    "gsm8k_cot": Form("gsm8k_cot", "gsm8k-cot.yaml"),
-    "minigsm": Form("minigsm", "gsm8k.yaml", is_first_n=True),
-}
-
-
-def find_form(config: EvalConfig) -> Form:
-    """Check that lm-eval can do what is asked.
-
-    Raises:
-        ConfigError: Names the key that has no meaning here.
-    """
-    problems = []
-    if config.task not in _FORMS:
-        message = f"lm-eval has no task {config.task!r} of ours; known: {', '.join(_FORMS)}"
-        problems.append(Problem("error", message, key="task"))
-    if config.use_chat_completions:
-        message = "evaluator lm-eval sends prompts to /v1/completions; use evaluator: builtin"
-        problems.append(Problem("error", message, key="use_chat_completions"))
-    if config.gen_prefix:
-        message = "belongs to the script's prompts; use evaluator: builtin"
-        problems.append(Problem("error", message, key="gen_prefix"))
-    if problems:
-        raise ConfigError(problems)
-    return _FORMS[config.task]
 
 
 def _task_name(form: Form) -> str:
@@ -124,7 +78,7 @@ def worker_job(
     repeats = [n for n, texts in enumerate(known) if len(texts) < num_questions] or [0]
     concurrency, _ = allow_sockets(config.max_concurrency or num_questions)
     return WorkerJob(
-        task=_task_name(_FORMS[config.task]),
+        task=_task_name(find_form(config)),
         folder=str(folder),
         url=ClientSettings(request.base_url, sampling).root + sampling.route,
         model=request.served_model,

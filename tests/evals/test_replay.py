@@ -77,7 +77,9 @@ def test_retries_and_the_key_are_the_clients() -> None:
     policy = RetryPolicy(max_retries=2, base_s=0.001)
 
     def script(request: Request) -> Action:
-        return error(429, "busy", Retry_After="0") if request.attempt < 2 else echoed(request)
+        if request.attempt < 2:
+            return error(429, "busy", Retry_After="0")
+        return Action(payload=echo_payload(request.prompts[0]))
 
     with FakeServer(script) as server:
         target = ReplayServer(server.url + "/v1/", "m", retry=policy, api_key="sk-secret")

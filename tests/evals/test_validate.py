@@ -143,6 +143,25 @@ def test_the_pool_is_checked_through_the_list(
     assert "pool h100 has 79.6 GiB" in said
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("use_chat_completions: true", "use_chat_completions: evaluator lm-eval sends prompts to"),
+        ("gen_prefix: x", "gen_prefix: belongs to the script's prompts"),
+        ("task: gsm8k-border", "task: lm-eval has no task 'gsm8k-border'"),
+        ("tokenized_requests: true", "tokenized_requests: unknown key here; prompts are sent as"),
+    ],
+)
+def test_what_the_evaluator_cannot_do_is_refused_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    path = tmp_path / "job.yaml"
+    text = "model_name: m\naccuracy_threshold: 0.9\nnum_questions: 1319\nnum_fewshot: 5\n"
+    path.write_text(f"{text}evaluator: lm-eval\n{line}\n")
+    assert validate([str(path)]) == 4
+    assert f"{path}:6: error: {message}" in capsys.readouterr().err
+
+
 def test_the_engine_is_asked_whether_it_takes_the_flags(
     suite: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
