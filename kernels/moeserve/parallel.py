@@ -2,18 +2,64 @@
 
 Receives the sizes of the two axes, returns a `Parallel` that layers carry. One arange, reshaped to
 [dp, tp], is the whole layout: a row is a TP group, a column a DP group, and with expert parallelism
-the experts are spread over all of it.
+the experts are spread over all of it. Without it, rows never meet: each is a world of its own. The
+processes are started by `engine/ranks.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 Dispatch = Literal["allgather_reducescatter", "alltoall"]
+# Of one collective, the first of which waits for the slowest rank to load its weights. Steps that
+# hang are found much sooner, by `engine/board.py`.
+COLLECTIVE_LIMIT = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's seat in the grid, and where it meets the others. The default is a single rank.
+
+    Attributes:
+        dp_size: Data-parallel ranks.
+        dp_rank: This one's.
+        tp_size: Tensor-parallel ranks.
+        tp_rank: This one's.
+        is_expert_parallel: See `Parallel`.
+        store: File through which the ranks that meet find each other; "" where none do.
+    """
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    is_expert_parallel: bool = False
+    store: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the grid."""
+        return self.dp_size * self.tp_size
+
+    @property
+    def rank(self) -> int:
+        """This one's number in the grid, dp-major."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that meet this one in collectives, itself included."""
+        return self.num_ranks if self.is_expert_parallel else self.tp_size
+
+    @property
+    def label(self) -> str:
+        """For logs and messages."""
+        return f"rank {self.rank} (dp {self.dp_rank}, tp {self.tp_rank})"
 
 
 @dataclass(frozen=True)
@@ -64,10 +110,51 @@ class Parallel:
             dist.all_reduce(x, group=self.tp_group)
         return x
 
+    def all_gather_tp(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of every rank of the TP group as [tp, n, ...], with the same bits on each."""
+        if self.tp_group is None:
+            return x.unsqueeze(0)
+        gathered = x.new_empty(self.tp_size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.tp_group)
+        return gathered.view(self.tp_size, *x.shape)
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of a number over all ranks that meet."""
+        group = self.ep_group or self.tp_group
+        if group is None:
+            return number
+        value = torch.tensor([number], dtype=torch.int64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
+        return int(value)
+
 
 def grid(dp_size: int, tp_size: int) -> torch.Tensor:
     """Global ranks as [dp, tp]."""
     return torch.arange(dp_size * tp_size).reshape(dp_size, tp_size)
+
+
+def connect(place: Place, device: torch.device) -> Parallel:
+    """Meets the other ranks, over NCCL on CUDA devices and gloo on CPUs, and makes the groups.
+
+    Args:
+        place: This rank's.
+        device: Of its tensors; a CUDA one is the current one.
+
+    Returns:
+        The grid as layers see it: rows that never meet are grids of their own.
+    """
+    if place.world_size == 1:
+        return Parallel()
+    rank = place.rank if place.is_expert_parallel else place.tp_rank
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(place.store, place.world_size),
+        rank=rank,
+        world_size=place.world_size,
+        timeout=COLLECTIVE_LIMIT,
+    )
+    dp_size = place.dp_size if place.is_expert_parallel else 1
+    return make_parallel(dp_size, place.tp_size, place.is_expert_parallel)
 
 
 def make_parallel(

@@ -18,6 +18,19 @@ from moeserve.layers.attention import Array, AttentionBackend, HostBatch
 
 
 @dataclass(frozen=True)
+class SharedStep:
+    """What DP ranks that share experts know of each other's step.
+
+    Attributes:
+        num_tokens: T of each.
+        is_decode_only: No rank has a prompt: all may replay a graph, of one size.
+    """
+
+    num_tokens: tuple[int, ...]
+    is_decode_only: bool
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """Inputs of one forward pass over T tokens of B sequences; decoding sequences come first.
 
@@ -31,6 +44,7 @@ class ForwardBatch:
         attention: What the attention backend's `plan` returned for this step.
         last_tokens: [max_num_seqs] int32 where a step may begin before the host knows the last
             one's tokens: a token id of -1 - r then stands for `last_tokens[r]`.
+        dp_num_tokens: T of every DP rank, where experts are spread over them.
     """
 
     token_ids: torch.Tensor
@@ -41,6 +55,7 @@ class ForwardBatch:
     num_padding_tokens: int
     attention: object
     last_tokens: torch.Tensor | None = None
+    dp_num_tokens: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +117,11 @@ def logits_rows(plan: StepPlan, cu_seqlens_q: Array) -> Array:
 
 
 def forward_batch(
-    plan: StepPlan, block_table: Array, backend: AttentionBackend, device: torch.device
+    plan: StepPlan,
+    block_table: Array,
+    backend: AttentionBackend,
+    device: torch.device,
+    dp_num_tokens: tuple[int, ...] | None = None,
 ) -> ForwardBatch:
     """Build the step's `ForwardBatch` on `device`."""
     host = host_batch(plan, block_table, backend.page_size)
@@ -119,4 +138,5 @@ def forward_batch(
         num_decodes=host.num_decodes,
         num_padding_tokens=0,
         attention=backend.plan(host),
+        dp_num_tokens=dp_num_tokens,
     )

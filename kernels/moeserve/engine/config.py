@@ -49,7 +49,9 @@ class EngineConfig:
         tensor_parallel_size: Ranks the model is cut over.
         data_parallel_size: Replicas with a batch each.
         has_expert_parallel: Experts are spread over all ranks rather than cut.
-        num_threads: CPU threads of the engine; 0 is chosen from the machine.
+        num_threads: CPU threads of each rank; 0 is chosen from the machine.
+        stall_limit_s: With several ranks, a step that takes longer ends the server: some rank does
+            not take part in it.
         device: "auto", "cpu" or "cuda".
         env: Environment switches that the oracle honours, read by the entry file.
     """
@@ -76,5 +78,11 @@ class EngineConfig:
     data_parallel_size: int = 1
     has_expert_parallel: bool = False
     num_threads: int = 0
+    stall_limit_s: float = 300.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the engine consists of."""
+        return self.tensor_parallel_size * self.data_parallel_size

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from moeserve.engine.batch import forward_batch
+from moeserve.engine.batch import SharedStep, forward_batch
 from moeserve.runner.sampler import Sampled, sample
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class Step(Protocol):
         """A token for each row, None without rows; waits for the step."""
         ...
 
+    def take(self, chosen: Sampled) -> None:
+        """Tokens that another rank chose for the rows, in place of `sampled`."""
+        ...
+
 
 class Steps(Protocol):
     """Launches steps, one after another.
@@ -57,13 +61,18 @@ class Steps(Protocol):
         """Router rows with a NaN, of the steps that are known to have ended."""
         ...
 
-    def launch(self, plan: StepPlan, block_table: Array) -> Step:
+    def launch(self, plan: StepPlan, block_table: Array, shared: SharedStep | None = None) -> Step:
         """Begin a step.
 
         Args:
             plan: Who runs.
             block_table: [max_num_seqs, P] int32 of the scheduler.
+            shared: What the DP ranks that share experts run.
         """
+        ...
+
+    def idle(self, shared: SharedStep) -> None:
+        """Take part in a step of other DP ranks with no sequence of one's own."""
         ...
 
 
@@ -80,6 +89,9 @@ class HostStep:
         """See `Step.sampled`."""
         return None if self.logits is None else sample(self.logits, self.rows)
 
+    def take(self, chosen: Sampled) -> None:
+        """See `Step.take`; the next step is told of them by the engine."""
+
 
 class HostSteps:
     """See `Steps`."""
@@ -94,11 +106,18 @@ class HostSteps:
         return self.runner.nan_rows()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, block_table: Array) -> HostStep:
+    def launch(
+        self, plan: StepPlan, block_table: Array, shared: SharedStep | None = None
+    ) -> HostStep:
         """See `Steps.launch`."""
         runner = self.runner
-        batch = forward_batch(plan, block_table, runner.attention, runner.options.device)
+        counts = shared.num_tokens if shared is not None else None
+        batch = forward_batch(plan, block_table, runner.attention, runner.options.device, counts)
         hidden = runner.hidden(batch)
         rows = plan.sampled()
         logits = runner.logits(hidden, batch.logits_rows) if rows else None
         return HostStep(rows, hidden, logits)
+
+    def idle(self, shared: SharedStep) -> None:
+        """See `Steps.idle`."""
+        self.runner.idle(shared.num_tokens)

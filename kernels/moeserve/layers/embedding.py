@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moeserve.layers.linear import Projection
+from moeserve.parallel import Parallel
 
 # Rows up to which `triton_kernels/gemv_dense.py` is the faster form; its own limit.
 SMALL_ROWS = 4
@@ -60,4 +61,44 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project [R, H] to logits [R, V] float32."""
+        return self.raw_logits(hidden).float()
+
+
+class VocabularyHead(nn.Module):
+    """The output projection cut by rows over a TP group.
+
+    Every rank has the logits of its rows gathered with those of the others, so that all of them
+    hold the same bits and choose the same tokens.
+    """
+
+    def __init__(self, rows: Embedding, vocab_size: int, parallel: Parallel) -> None:
+        """Take this rank's rows.
+
+        Args:
+            rows: ceil(V / tp) of them, or what is left for this rank.
+            vocab_size: V.
+            parallel: This rank's.
+        """
+        super().__init__()
+        self.rows = rows
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        self.num_rows = -(-vocab_size // parallel.tp_size)
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return self.rows.weight
+
+    def raw_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Embedding.raw_logits`."""
+        part = self.rows.raw_logits(hidden)
+        if part.shape[1] < self.num_rows:
+            part = F.pad(part, (0, self.num_rows - part.shape[1]))
+        whole = self.parallel.all_gather_tp(part)
+        logits = whole.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Embedding.logits`."""
         return self.raw_logits(hidden).float()

@@ -17,6 +17,7 @@ from moeserve.layers.attention import Attention, AttentionBackend
 from moeserve.layers.linear import Projection
 from moeserve.layers.moe import MoELayer
 from moeserve.models.config import ModelSpec
+from moeserve.models.shards import Shards
 from moeserve.moe.dispatch import Workspace
 from moeserve.moe.spec import MoESpec, Plan
 from moeserve.parallel import Parallel
@@ -30,7 +31,7 @@ class BuildContext:
     """What a model is built from.
 
     Attributes:
-        spec: Shapes.
+        spec: Shapes of the whole model.
         dtype: Of weights and activations.
         device: Where they live.
         max_positions: Context length served; rotary tables are that long.
@@ -70,7 +71,11 @@ class Model(Protocol):
         ...
 
     def destinations(self) -> Mapping[str, Tensor]:
-        """Checkpoint tensor name -> the part of a parameter that it fills, same shape."""
+        """Checkpoint tensor name -> the part of a parameter that it fills."""
+        ...
+
+    def shards(self) -> Shards:
+        """Which part of each checkpoint tensor that is; names not listed are taken whole."""
         ...
 
     def attention_layers(self) -> list[Attention]:

@@ -13,12 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.attention import Attention, AttentionShape
-from moeserve.layers.embedding import SMALL_ROWS, Embedding
+from moeserve.layers.embedding import SMALL_ROWS, Embedding, VocabularyHead
 from moeserve.layers.linear import GatedMLP
 from moeserve.layers.moe import MoELayer
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rope import RotaryTable
 from moeserve.models.base import BuildContext
+from moeserve.models.config import ModelSpec
+from moeserve.models.shards import (
+    NOT_CUT,
+    Cut,
+    Shards,
+    first_kv_head,
+    local_spec,
+    vocabulary_rows,
+)
+from moeserve.parallel import Parallel
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
@@ -30,6 +40,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, context: BuildContext, index: int) -> None:
         super().__init__()
         spec, dtype, is_fused = context.spec, context.dtype, context.attention.is_fused
+        self.parallel = context.parallel
+        spec = local_spec(spec, self.parallel)
         self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
         self.attention = Attention(
             spec.hidden_size,
@@ -39,6 +51,9 @@ class DecoderLayer(nn.Module):
             has_bias=spec.has_attention_bias,
             projection=context.projection,
         )
+        if self.parallel.tp_rank > 0 and self.attention.o_bias is not None:
+            # The sum over the ranks is to have it once.
+            self.attention.o_bias.zero_()
         self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
         self.mlp: MoELayer | GatedMLP
         if spec.is_moe_layer[index]:
@@ -75,11 +90,11 @@ class DecoderLayer(nn.Module):
         if self.is_small_fused and residual.shape[0] <= SMALL_ROWS:
             return self._forward_small(x, residual, rope, batch)
         normed, residual = self.input_norm.add(x, residual)
-        attended = self.attention.forward(normed, rope, batch)
+        attended = self.parallel.all_reduce_tp(self.attention.forward(normed, rope, batch))
         normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MoELayer):
             return self.mlp.forward(normed, batch), residual
-        return self.mlp.forward(normed), residual
+        return self.parallel.all_reduce_tp(self.mlp.forward(normed)), residual
 
     def _forward_small(
         self, x: Tensor | None, residual: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch
@@ -93,7 +108,7 @@ class DecoderLayer(nn.Module):
         norm = Norm(self.input_norm.weight, self.input_norm.eps)
         first = norm_gemv(x, residual, norm, attention.qkv_weight, attention.qkv_bias)
         attended = attention.attend(first.out, rope, batch)
-        attended = gemv(attended, attention.o_weight, attention.o_bias)
+        attended = self.parallel.all_reduce_tp(gemv(attended, attention.o_weight, attention.o_bias))
         norm = Norm(self.post_norm.weight, self.post_norm.eps)
         second = norm_gemv(attended, first.stream, norm, mlp.gate_weight)
         return mlp.forward(second.normed, batch, second.out), second.stream
@@ -105,19 +120,30 @@ class Qwen3MoeForCausalLM(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         spec, dtype, is_fused = context.spec, context.dtype, context.attention.is_fused
-        self.spec = spec
+        self.parallel = context.parallel
+        self.whole_spec = spec
+        self.spec = local_spec(spec, self.parallel)
         self.is_fused = is_fused
 
-        def table() -> Embedding:
+        def table(num_rows: int) -> Embedding:
             return Embedding(
-                spec.vocab_size, spec.hidden_size, dtype, context.projection, is_fused=is_fused
+                num_rows, spec.hidden_size, dtype, context.projection, is_fused=is_fused
             )
 
-        self.embedding = table()
+        self.embedding = table(spec.vocab_size)
         self._decoder_layers = [DecoderLayer(context, i) for i in range(spec.num_layers)]
         self.layers = nn.ModuleList(self._decoder_layers)
         self.final_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, is_fused=is_fused)
-        self.head = self.embedding if spec.has_tied_embeddings else table()
+        self.head: Embedding | VocabularyHead
+        if self.parallel.tp_size > 1:
+            start, count = vocabulary_rows(spec.vocab_size, self.parallel)
+            rows = table(0 if spec.has_tied_embeddings else count)
+            if spec.has_tied_embeddings:
+                tied = self.embedding.weight.data[start : start + count]
+                rows.weight = nn.Parameter(tied, requires_grad=False)
+            self.head = VocabularyHead(rows, spec.vocab_size, self.parallel)
+        else:
+            self.head = self.embedding if spec.has_tied_embeddings else table(spec.vocab_size)
         # A fused kernel rotates in float32 and reads one row of the tables for each token.
         rope_dtype = torch.float32 if is_fused else dtype
         self.rope = RotaryTable(
@@ -179,11 +205,66 @@ class Qwen3MoeForCausalLM(nn.Module):
         if attention.qkv_bias is not None and attention.o_bias is not None:
             biases = torch.split(attention.qkv_bias.data, [q_rows, kv_rows, kv_rows])
             out.update({f"{prefix}{n}_proj.bias": b for n, b in zip("qkv", biases, strict=True)})
-            out[prefix + "o_proj.bias"] = attention.o_bias.data
+            if self.parallel.tp_rank == 0:
+                out[prefix + "o_proj.bias"] = attention.o_bias.data
         # Every head has the same norm, so the checkpoint's [head_dim] is spread over the rows.
         norms = torch.split(attention.qk_norm_weight.data, [spec.num_heads, spec.num_kv_heads])
         out[prefix + "q_norm.weight"], out[prefix + "k_norm.weight"] = norms
         return out
+
+    def shards(self) -> Shards:
+        """Which part of each checkpoint tensor the destinations are."""
+        whole, parallel = self.whole_spec, self.parallel
+        if parallel.tp_size * parallel.ep_size == 1:
+            return NOT_CUT
+        cuts: dict[str, Cut] = {}
+        elsewhere: set[str] = set()
+        if parallel.tp_size > 1 and not whole.has_tied_embeddings:
+            start, _ = vocabulary_rows(whole.vocab_size, parallel)
+            cuts["lm_head.weight"] = Cut(0, start, whole.vocab_size)
+        for index, layer in enumerate(self._decoder_layers):
+            prefix = f"model.layers.{index}."
+            cuts.update(_attention_cuts(prefix + "self_attn.", whole, parallel))
+            if parallel.tp_rank:
+                elsewhere.add(prefix + "self_attn.o_proj.bias")
+            if not isinstance(layer.mlp, MoELayer):
+                cuts.update(_mlp_cuts(prefix + "mlp.", whole.intermediate_size, parallel))
+                continue
+            first, count = layer.mlp.spec.first_local_expert, layer.mlp.spec.num_local_experts
+            for expert in range(whole.num_experts):
+                name = f"{prefix}mlp.experts.{expert}."
+                if not first <= expert < first + count:
+                    elsewhere.update(name + part for part in _MLP_PARTS)
+                elif not parallel.is_expert_parallel:
+                    cuts.update(_mlp_cuts(name, whole.moe_intermediate_size, parallel))
+        return Shards(cuts, frozenset(elsewhere))
+
+
+_MLP_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+def _attention_cuts(prefix: str, spec: ModelSpec, parallel: Parallel) -> dict[str, Cut]:
+    """Cuts of one attention layer; the heads of a rank are neighbours."""
+    if parallel.tp_size == 1:
+        return {}
+    width = spec.num_heads * spec.head_dim
+    start = parallel.tp_rank * width // parallel.tp_size
+    kv_start = first_kv_head(spec, parallel) * spec.head_dim
+    kv_cut = Cut(0, kv_start, spec.num_kv_heads * spec.head_dim)
+    cuts = {"o_proj.weight": Cut(1, start, width)}
+    for part in ("weight", "bias") if spec.has_attention_bias else ("weight",):
+        cuts[f"q_proj.{part}"] = Cut(0, start, width)
+        cuts[f"k_proj.{part}"] = cuts[f"v_proj.{part}"] = kv_cut
+    return {prefix + name: cut for name, cut in cuts.items()}
+
+
+def _mlp_cuts(prefix: str, width: int, parallel: Parallel) -> dict[str, Cut]:
+    """Cuts of one gated MLP or expert by its width."""
+    if parallel.tp_size == 1:
+        return {}
+    start = parallel.tp_rank * width // parallel.tp_size
+    dims = zip(_MLP_PARTS, (0, 0, 1), strict=True)
+    return {prefix + part: Cut(dim, start, width) for part, dim in dims}
 
 
 def _moe_destinations(prefix: str, layer: MoELayer) -> dict[str, Tensor]:

@@ -96,7 +96,11 @@ class MoEKernel:
         Returns:
             [T, H] in `x.dtype`; a part of a sum where `is_partial`.
         """
-        backend = self.experts[self.plan.backend_for(x.shape[0])]
+        num_tokens = x.shape[0]
+        if dp_num_tokens is not None and not self.transport.is_local:
+            # One answer on all ranks: what a backend takes decides which collectives are entered.
+            num_tokens = max(dp_num_tokens) * len(dp_num_tokens)
+        backend = self.experts[self.plan.backend_for(num_tokens)]
         takes = backend.traits.takes
         if takes == "logits" or (takes == "both" and self.transport.is_local):
             moved, logits, state = self.transport.prepare_logits(x, logits, dp_num_tokens)

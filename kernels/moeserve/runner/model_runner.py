@@ -24,6 +24,7 @@ from moeserve.layers.linear import Projection, fixed_projection
 from moeserve.models import model_class
 from moeserve.models.base import BuildContext, Model
 from moeserve.models.config import ModelSpec
+from moeserve.models.shards import local_spec
 from moeserve.moe.oracle import select_unquantized_moe_backend
 from moeserve.moe.platforms import detect_platform
 from moeserve.moe.spec import MoESpec, Plan
@@ -58,15 +59,30 @@ class RunnerOptions:
     page_size: int
 
 
+@dataclass(frozen=True)
+class IdleBatch:
+    """What an expert layer reads of a batch, where this rank has no tokens.
+
+    Attributes:
+        dp_num_tokens: T of every DP rank.
+        num_padding_tokens: None of this rank's.
+    """
+
+    dp_num_tokens: tuple[int, ...]
+    num_padding_tokens: int = 0
+
+
 class ModelRunner:
     """Model, weights, cache."""
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, options: RunnerOptions, parallel: Parallel
     ) -> None:
-        self.spec = spec
+        # As this rank sees it: heads and widths are its own.
+        self.spec = local_spec(spec, parallel)
         self.options = options
-        self.attention = _attention_backend(config, spec, options)
+        self.parallel = parallel
+        self.attention = _attention_backend(config, self.spec, options)
         self.moe_spec = _moe_spec(config, spec, options, parallel)
         self.moe_plan: Plan | None = None
         if self.moe_spec is not None:
@@ -91,11 +107,11 @@ class ModelRunner:
         self.num_pages = 0
 
     def _load(self, config: EngineConfig) -> None:
-        destinations = self.model.destinations()
+        destinations, shards = self.model.destinations(), self.model.shards()
         if config.load_format == "dummy":
-            fill_dummy(destinations, config.seed)
+            fill_dummy(destinations, config.seed, shards)
         else:
-            load_safetensors(Path(config.model), destinations)
+            load_safetensors(Path(config.model), destinations, shards)
         for layer in self.model.moe_layers():
             layer.process_weights()
 
@@ -143,6 +159,15 @@ class ModelRunner:
         if rows.shape[0] == hidden.shape[0]:
             return self.model.logits(hidden)
         return self.model.logits(hidden.index_select(0, rows))
+
+    @torch.inference_mode()
+    def idle(self, dp_num_tokens: tuple[int, ...]) -> None:
+        """Take part in a step of other DP ranks with no tokens: experts are all that they share."""
+        batch = IdleBatch(dp_num_tokens)
+        options = self.options
+        nothing = torch.empty(0, self.spec.hidden_size, dtype=options.dtype, device=options.device)
+        for layer in self.model.moe_layers():
+            layer.forward(nothing, batch)
 
     def nan_rows(self) -> int:
         """Router rows with a NaN since start; waits for the device."""

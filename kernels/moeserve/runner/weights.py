@@ -1,7 +1,8 @@
 """Fills a model's parameters from safetensors, or with random numbers of the right scale.
 
 Receives a model folder and the model's `destinations` (checkpoint name -> part of a parameter);
-returns what was read. Which name goes where is the model's business.
+returns what was read. Which name goes where is the model's business. Where the model is cut over
+ranks, its `Shards` say which part of a tensor is wanted here, and nothing else is read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -19,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeserve.errors import UsageError
+from moeserve.models.shards import NOT_CUT, Cut, Shards
 
 logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
@@ -48,12 +51,18 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_safetensors(folder: Path, destinations: Mapping[str, Tensor]) -> None:
-    """Copy every checkpoint tensor to its place.
+def load_safetensors(
+    folder: Path, destinations: Mapping[str, Tensor], shards: Shards = NOT_CUT
+) -> int:
+    """Copy every checkpoint tensor, or this rank's part of it, to its place.
 
     Args:
         folder: Model folder.
         destinations: From the model.
+        shards: From the model.
+
+    Returns:
+        Bytes read.
 
     Raises:
         UsageError: A tensor is missing, unknown, or of another shape; names it.
@@ -62,7 +71,7 @@ def load_safetensors(folder: Path, destinations: Mapping[str, Tensor]) -> None:
     files = checkpoint_files(folder)
     # Copies release the interpreter, so files are read side by side, straight to the device.
     with ThreadPoolExecutor(min(MAX_READERS, len(files))) as pool:
-        parts = list(pool.map(lambda path: _load_file(path, destinations), files))
+        parts = list(pool.map(lambda path: _load_file(path, destinations, shards), files))
     missing = set(destinations).difference(*(names for names, _ in parts))
     if missing:
         some = ", ".join(sorted(missing)[:3])
@@ -70,23 +79,35 @@ def load_safetensors(folder: Path, destinations: Mapping[str, Tensor]) -> None:
     if any(tensor.is_cuda for tensor in destinations.values()):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    gib = sum(num_bytes for _, num_bytes in parts) / 2**30
+    total = sum(num_bytes for _, num_bytes in parts)
+    gib = total / 2**30
     logger.info("loaded %.3f GiB in %.2f s (%.2f GiB/s)", gib, seconds, gib / max(seconds, 1e-9))
+    return total
 
 
-def _load_file(path: Path, destinations: Mapping[str, Tensor]) -> tuple[set[str], int]:
+def _load_file(
+    path: Path, destinations: Mapping[str, Tensor], shards: Shards
+) -> tuple[set[str], int]:
     """Copy one file's tensors; returns their names and bytes."""
     names: set[str] = set()
     num_bytes = 0
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-            if name.endswith(_IGNORED_SUFFIXES) or _is_repeated_head(name, destinations):
+            if name in shards.elsewhere or name.endswith(_IGNORED_SUFFIXES):
+                continue
+            if _is_repeated_head(name, destinations):
                 continue
             if name not in destinations:
                 unknown = set(destinations).difference(file.keys())
                 raise UsageError(f"{path}: unknown tensor {name!r}{_hint(name, unknown)}")
-            tensor = file.get_tensor(name)
-            _fill(destinations[name], tensor, f"{path}: {name}")
+            label, cut = f"{path}: {name}", shards.cuts.get(name)
+            if cut is None:
+                tensor = file.get_tensor(name)
+            else:
+                part = file.get_slice(name)
+                _check_shape(tuple(part.get_shape()), cut.whole(destinations[name]), label)
+                tensor = part[cut.index(destinations[name])]
+            _fill(destinations[name], tensor, label)
             num_bytes += tensor.numel() * tensor.dtype.itemsize
             names.add(name)
     return names, num_bytes
@@ -105,15 +126,19 @@ def _hint(name: str, missing: set[str]) -> str:
 def _fill(destination: Tensor, tensor: Tensor, label: str) -> None:
     is_spread = tensor.dim() == 1 and destination.dim() == 2  # a norm shared by all heads
     expected = destination.shape[1:] if is_spread else destination.shape
-    if tensor.shape != expected:
-        raise UsageError(
-            f"{label} has shape {list(tensor.shape)}, expected {list(expected)}: "
-            "config.json and weights do not belong together"
-        )
+    _check_shape(tuple(tensor.shape), tuple(expected), label)
     destination.copy_(tensor)
 
 
-def fill_dummy(destinations: Mapping[str, Tensor], seed: int) -> None:
+def _check_shape(shape: tuple[int, ...], expected: tuple[int, ...], label: str) -> None:
+    if shape != expected:
+        raise UsageError(
+            f"{label} has shape {list(shape)}, expected {list(expected)}: "
+            "config.json and weights do not belong together"
+        )
+
+
+def fill_dummy(destinations: Mapping[str, Tensor], seed: int, shards: Shards = NOT_CUT) -> None:
     """Draw every weight so that activations keep their size from layer to layer.
 
     Norms stay 1, biases 0; a matrix [out, in] is normal with standard deviation in ** -0.5, so
@@ -121,16 +146,34 @@ def fill_dummy(destinations: Mapping[str, Tensor], seed: int) -> None:
 
     Args:
         destinations: From the model.
-        seed: The same weights for the same seed, device and dtype.
+        seed: The same weights for the same seed, device and dtype; on one rank and on several they
+            differ, but all ranks of one server hold parts of the same model.
+        shards: From the model.
     """
     generator: torch.Generator | None = None
     for name, destination in destinations.items():
+        if shards is not NOT_CUT:
+            # A stream for each name: ranks hold different names, and what they share is equal.
+            draw = torch.Generator(device=destination.device)
+            draw.manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
+            _fill_dummy_part(name, destination, draw, shards.cuts.get(name))
+            continue
         if generator is None:
             generator = torch.Generator(device=destination.device).manual_seed(seed)
-        if name.endswith("norm.weight"):
-            destination.fill_(1.0)
-        elif name.endswith(".bias"):
-            destination.zero_()
-        else:
-            std = float(destination.shape[-1] ** -0.5)
-            destination.normal_(0.0, std, generator=generator)
+        _fill_dummy_part(name, destination, generator, None)
+
+
+def _fill_dummy_part(
+    name: str, destination: Tensor, generator: torch.Generator, cut: Cut | None
+) -> None:
+    if name.endswith("norm.weight"):
+        destination.fill_(1.0)
+    elif name.endswith(".bias"):
+        destination.zero_()
+    elif cut is None:
+        std = float(destination.shape[-1] ** -0.5)
+        destination.normal_(0.0, std, generator=generator)
+    else:
+        whole = destination.new_empty(cut.whole(destination))
+        whole.normal_(0.0, float(whole.shape[-1] ** -0.5), generator=generator)
+        destination.copy_(whole[cut.index(destination)])

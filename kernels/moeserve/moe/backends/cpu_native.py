@@ -108,6 +108,10 @@ class CpuNativeExperts(Backend):
             ids, factors = _route(logits.float().contiguous(), spec.routing, nan_rows)
         else:
             factors, ids = route(logits, spec.routing, bias, nan_rows)
+        if spec.num_local_experts < spec.num_experts:
+            # Global ids to indices on this rank; -1 is skipped.
+            ids = ids - spec.first_local_expert
+            ids = torch.where((ids >= 0) & (ids < spec.num_local_experts), ids, -1)
         return self.apply(spec, x, Routed(ids, factors), weights, workspace)
 
 
