@@ -141,6 +141,7 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
     if not prepared.jobs:
         print(f"shard {request.shard}: nothing assigned of {prepared.num_selected} jobs")
         return EXIT_OK
+    folder.check_writable()
     interrupt_on_sigterm()
     began = time.monotonic()
     folder.begin(request.to_json())

@@ -124,6 +124,10 @@ class Plugin:
         else:
             config.stash[_FOLDER] = new_folder(Path(config.getoption("--results")).absolute())
         if not config.option.collectonly and not config.getoption("--dry-run"):
+            try:
+                config.stash[_FOLDER].check_writable()
+            except ConfigError as error:
+                raise pytest.UsageError(f"evalsuite cannot run this:\n{error}") from error
             interrupt_on_sigterm()
 
     @pytest.hookimpl(optionalhook=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,24 @@ class RunFolder:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             data = {"started_at": now, "version": __version__, "asked": dict(asked)}
             write_text(self.path / "run.json", json.dumps(data, indent=1) + "\n")
+
+    def check_writable(self) -> None:
+        """Find out, before anything starts, that reports can be written.
+
+        Raises:
+            ConfigError: No folder can be made there.
+        """
+        place = self.path.absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        # Asked of the system, not of the mode bits: a mount may be read-only for everybody.
+        if not place.is_dir():
+            reason = f"{place} is no folder"
+        elif not os.access(place, os.W_OK | os.X_OK):
+            reason = f"{place} cannot be written"
+        else:
+            return
+        raise ConfigError(f"{self.path.parent}: {reason}; name another folder by --results")
 
     def asked(self) -> dict[str, Any]:
         """What the run was asked for.

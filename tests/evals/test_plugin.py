@@ -83,10 +83,25 @@ def test_exit_codes_without_a_low_score(suite: Suite) -> None:
 
 def test_a_fault_of_the_suite_itself_is_never_green(suite: Suite) -> None:
     suite.add("right", suite.right())
-    suite.results.write_text("a file where the folder should be")
-    done = run_pytest(suite)
-    assert "FileExistsError" in done.stdout or "NotADirectoryError" in done.stdout
+    (suite.folder / "broken_suite.py").write_text(
+        "from evalsuite import pipeline\n"
+        "def run(*_): raise RuntimeError('the suite is broken')\n"
+        "pipeline.run = run\n"
+    )
+    done = run_pytest(suite, plugins=("-p", "broken_suite"))
+    assert "RuntimeError: the suite is broken" in done.stdout
     assert done.returncode == 3
+
+
+def test_results_that_cannot_be_written_are_found_before_anything_starts(suite: Suite) -> None:
+    pids = suite.folder / "pids"
+    suite.add("right", f"{suite.right()} --pids-file {pids}")
+    suite.results.write_text("a file where the folder should be")
+    for done in (run_pytest(suite), suite.run("run", "right", "--configs-root", "configs")):
+        assert done.returncode == 4
+        assert "results is no folder; name another folder by --results" in done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+    assert not pids.exists()
 
 
 def test_usage_errors_come_first_all_at_once(suite: Suite) -> None:
