@@ -48,6 +48,13 @@ def undo_aiter(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch
     return one(w13), one(w2)
 
 
+def undo_column_blocks(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def one(w: torch.Tensor) -> torch.Tensor:
+        return torch.stack([column for block in w for column in block.unbind(1)])
+
+    return one(w13), one(w2)
+
+
 # FlashInfer's table: old row i of a block of 32 goes to new row ROW_MAP[i].
 ROW_MAP = [8 * (i % 4) + i // 4 for i in range(32)]
 assert ROW_MAP[:8] == [0, 8, 16, 24, 1, 9, 17, 25]
@@ -71,7 +78,7 @@ INVERSES: dict[str, Inverse] = {
     "aiter_16x16": undo_aiter,
     "block_major_k": undo_block_major,
     "checkpoint": lambda w13, w2: (w13, w2),
-    "columns": lambda w13, w2: (w13.mT, w2.mT),
+    "column_blocks": undo_column_blocks,
 }
 
 

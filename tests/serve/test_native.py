@@ -132,7 +132,7 @@ def test_a_token_with_nan_stays_alone_and_large_gates_do_not_overflow() -> None:
 def test_a_layer_whose_weights_were_not_converted_is_refused() -> None:
     spec = make_spec()
     topk = route(logits(spec, 3), spec.routing)
-    with pytest.raises(ValueError, match="wants layout 'columns', not 'checkpoint'"):
+    with pytest.raises(ValueError, match="wants layout 'column_blocks', not 'checkpoint'"):
         registry().get("cpu_native").apply(
             spec, tokens(spec, 3), Routed(topk.ids, topk.weights), random_weights(spec)
         )

@@ -23,6 +23,8 @@ typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
 #define TILE_ROWS 3
 #define TILE_VECS 2
 #endif
+/* Columns of a block of weights; `cpu_native.py` has the same number. */
+#define BLOCK 64
 /* Queries that share a page of keys while it is in the first cache. */
 #define BLOCK_QUERIES 8
 #define PAGE LANES
@@ -152,14 +154,14 @@ int64_t moeserve_route(const float *logits, int64_t T, int64_t E, int64_t K, int
 
 /* ---- experts -------------------------------------------------------------------------------- */
 
-INLINE void tile(const float *const *rows, const float *w, int64_t K, int64_t N, float *out,
-                 const int num_rows, const int num_vecs) {
+INLINE void tile(const float *const *rows, const float *w, int64_t K, int64_t stride, float *out,
+                 int64_t N, const int num_rows, const int num_vecs) {
     vec acc[TILE_ROWS][TILE_VECS];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < num_vecs; v++) acc[r][v] = splat(0.0f);
-    for (int64_t k = 0; k < K; k++, w += N) {
+    for (int64_t k = 0; k < K; k++, w += stride) {
         vec column[TILE_VECS];
 #pragma GCC unroll 8
         for (int v = 0; v < num_vecs; v++) column[v] = load(w + v * LANES);
@@ -176,13 +178,18 @@ INLINE void tile(const float *const *rows, const float *w, int64_t K, int64_t N,
 
 INLINE void rows_times(const float *const *rows, const float *w, int64_t K, int64_t N, float *out,
                        const int num_rows) {
-    int64_t n = 0;
-    for (; n + TILE_VECS * LANES <= N; n += TILE_VECS * LANES)
-        tile(rows, w + n, K, N, out + n, num_rows, TILE_VECS);
-    for (; n < N; n += LANES) tile(rows, w + n, K, N, out + n, num_rows, 1);
+    if (N % BLOCK == 0)
+        for (int64_t n = 0; n < N; n += TILE_VECS * LANES)
+            tile(rows, w + n / BLOCK * BLOCK * K + n % BLOCK, K, BLOCK, out + n, N, num_rows,
+                 TILE_VECS);
+    else
+        for (int64_t n = 0; n < N; n += LANES)
+            tile(rows, w + n * K, K, LANES, out + n, N, num_rows, 1);
 }
 
-/* out [num_rows, N] = rows [num_rows, K] @ w [K, N]; N a multiple of LANES. */
+/* out [num_rows, N] = rows [num_rows, K] @ w [K, N]; N a multiple of LANES. w lies in blocks of
+ * columns, [N / BLOCK, K, BLOCK], so that a tile reads its weights in one stream; blocks are LANES
+ * wide where N is no multiple of BLOCK. */
 static void product(const float *const *rows, int num_rows, const float *w, int64_t K, int64_t N,
                     float *out) {
     switch (num_rows) {
@@ -200,8 +207,8 @@ static void product(const float *const *rows, int num_rows, const float *w, int6
 
 typedef struct {
     int64_t T, H, I, E, K;
-    const float *w13; /* [E, H, 2I]: columns of the gate, then of up */
-    const float *w2;  /* [E, I, H] */
+    const float *w13; /* [E, H, 2I] in blocks: columns of the gate, then of up */
+    const float *w2;  /* [E, I, H] in blocks */
 } Experts;
 
 INLINE int is_here(int32_t id, int64_t E) { return id >= 0 && id < E; }

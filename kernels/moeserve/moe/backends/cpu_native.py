@@ -1,7 +1,8 @@
 """Experts on a CPU in C: routing, both products, activation and sum in two calls.
 
-Receives [T, H] and logits or a routing, returns [T, H]. Weights are stored with their columns
-together, [E, H, 2I] and [E, I, H], so that a tile of a product is a broadcast and a multiply-add.
+Receives [T, H] and logits or a routing, returns [T, H]. Weights are stored in blocks of columns,
+[E, blocks, H, columns] and [E, blocks, I, columns], so that a tile of a product is a broadcast and
+a multiply-add over one stream of memory.
 The kernels are `native/kernels.c`; without a C compiler the backend `cpu` serves in plain torch.
 """
 
@@ -16,6 +17,8 @@ from moeserve.moe.routing import route
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
 from moeserve.native.build import LANES, native
 
+# Columns of a block of weights, where a width is a multiple; `BLOCK` of kernels.c.
+BLOCK_COLUMNS = 64
 # What a profiler sees of a call into C.
 EVENT = "moeserve::cpu_native_experts"
 
@@ -37,7 +40,7 @@ class CpuNativeExperts(Backend):
         name="cpu_native",
         title="CPU (native)",
         platforms=frozenset({"cpu"}),
-        layout="columns",
+        layout="column_blocks",
         dtypes=frozenset({torch.float32}),
         takes="both",
         kernel_patterns=(f"^{EVENT}$",),
@@ -68,8 +71,8 @@ class CpuNativeExperts(Backend):
     def convert_expert(
         self, w13: torch.Tensor, w2: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[2I, H] to [H, 2I], and [H, I] to [I, H]."""
-        return w13.t().contiguous(), w2.t().contiguous()
+        """[2I, H] to [blocks, H, columns], and [H, I] to [blocks, I, columns]."""
+        return _in_blocks(w13), _in_blocks(w2)
 
     def apply(
         self,
@@ -115,6 +118,13 @@ class CpuNativeExperts(Backend):
         return self.apply(spec, x, Routed(ids, factors), weights, workspace)
 
 
+def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] to [N / columns, K, columns]."""
+    N, K = weight.shape
+    columns = BLOCK_COLUMNS if N % BLOCK_COLUMNS == 0 else LANES
+    return weight.view(N // columns, columns, K).mT.contiguous()
+
+
 def _is_plain(routing: RoutingSpec) -> bool:
     """Whether the router in C knows this routing."""
     return routing.scoring == "softmax" and routing.num_groups == 1 and not routing.weight_on_input
@@ -149,8 +159,7 @@ def _experts(
     functions = native().functions
     assert functions is not None
     x = x.contiguous()
-    (T, H), (E, _, columns), K = x.shape, weights.w13.shape, ids.shape[1]
-    I = columns // 2
+    (T, H), (E, _, I, _), K = x.shape, weights.w2.shape, ids.shape[1]
     needed = functions.moeserve_experts_work(T, H, I, E, K)
     if workspace is None or workspace.numel() < needed:
         workspace = torch.empty(needed, dtype=torch.uint8)
