@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace, names: list[str], folder: Path) -> int:
             load = LOADS[name]
             rounds = _alternate(servers, load, options.rounds)
             _print_load(load, rounds)
-            saved[name] = [[_figures(summary) for summary in one] for one in rounds]
+            saved[name] = rounds
         memory = [sum(server.resident_mib().values()) for server in servers]
         print(_line("resident memory of all processes, MiB", memory, is_more_better=False))
         saved["startup_s"], saved["resident_mib"] = starts, memory
@@ -131,15 +131,20 @@ def _start(command: PeerCommand, log: Path, stack: contextlib.ExitStack) -> Peer
     return server
 
 
-def _alternate(servers: list[PeerServer], load: Load, num_rounds: int) -> list[list[Summary]]:
-    """Summaries [server][round]; a first round that does not count warms caches and compilers."""
+def _alternate(
+    servers: list[PeerServer], load: Load, num_rounds: int
+) -> list[list[dict[str, float]]]:
+    """Figures [server][round]; a first round that does not count warms caches and compilers."""
     asks = make_load(load.options)
-    found: list[list[Summary]] = [[] for _ in servers]
+    found: list[list[dict[str, float]]] = [[] for _ in servers]
     for number in range(-1, num_rounds):
         for index, server in enumerate(servers):
+            before = server.cpu_seconds()
             summary = _send(server, asks, load)
+            spent = server.cpu_seconds() - before
             if number >= 0:
-                found[index].append(summary)
+                per_token = {"cpu_ms_per_token": 1e3 * spent / summary.num_output}
+                found[index].append({**_figures(summary), **per_token})
     return found
 
 
@@ -166,12 +171,13 @@ def _figures(summary: Summary) -> dict[str, float]:
     }
 
 
-def _print_load(load: Load, rounds: list[list[Summary]]) -> None:
+def _print_load(load: Load, rounds: list[list[dict[str, float]]]) -> None:
     titles = {
         "output_tok_s": "output tok/s",
         "req_s": "requests/s",
         "mean_ttft_ms": "mean TTFT, ms",
         "mean_tpot_ms": "mean TPOT, ms",
+        "cpu_ms_per_token": "processor time an output token, all processes, ms",
     }
     print(
         _row(
@@ -179,17 +185,22 @@ def _print_load(load: Load, rounds: list[list[Summary]]) -> None:
         )
     )
     for key, title in titles.items():
-        values = [statistics.median(_figures(one)[key] for one in side) for side in rounds]
-        print(_line(title, values, is_more_better=not key.endswith("_ms")), flush=True)
+        values = [statistics.median(one[key] for one in side) for side in rounds]
+        print(_line(title, values, is_more_better=key.endswith("_s")), flush=True)
 
 
 def _line(title: str, values: list[float], *, is_more_better: bool) -> str:
     """A row with the advantage of the first over the second, above 1 is better."""
-    cells = [title, *(f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" for value in values)]
+    cells = [title, *map(_number, values)]
     if len(values) > 1:
         ratio = values[0] / values[1] if is_more_better else values[1] / values[0]
         cells.append(f"{ratio:.2f}×")
     return _row(cells)
+
+
+def _number(value: float) -> str:
+    digits = 0 if value >= 1000 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}"
 
 
 def _row(cells: Sequence[str]) -> str:
