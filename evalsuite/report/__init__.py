@@ -63,7 +63,7 @@ def write_all(
     return {
         "json": json_report.write(run_dir / "results.json", verdicts, meta),
         "questions": json_report.write_ledgers(run_dir / "questions", ledgers),
-        "junit": junit.write(run_dir / "junit.xml", verdicts, meta),
+        "junit": junit.write(run_dir / "junit.xml", verdicts, meta, ledgers),
         "html": html.write(run_dir / "report.html", verdicts, ledgers, meta),
         "markdown": markdown.write(run_dir / "summary.md", verdicts, meta),
     }

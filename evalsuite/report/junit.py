@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evalsuite.files import write_text
+from evalsuite.ledger import LedgerRecord
 from evalsuite.report.text import visible
 from evalsuite.verdict import Status, Verdict
 
 if TYPE_CHECKING:
-    from evalsuite.report import RunMeta
+    from evalsuite.report import Ledgers, RunMeta
 
 # xunit2 knows no fifth outcome. An inconclusive run must not look green, and is no failure.
+# Attempts listed in a test case; more than this is a broken server, and the ledger has them all.
+MAX_RETRY_LINES = 500
 _ELEMENT = {
     Status.FAIL: "failure",
     Status.ERROR: "error",
@@ -63,7 +66,20 @@ def _body(verdict: Verdict) -> str:
     return "\n\n".join(parts)
 
 
-def _case(parent: ET.Element, verdict: Verdict) -> None:
+def _retries(records: Sequence[LedgerRecord]) -> list[str]:
+    """One line for each attempt that failed, whether the question was answered later or not."""
+    lines = [
+        f"question {record.index}, repeat {record.repeat}, attempt {number}: {error}"
+        for record in sorted(records, key=lambda record: (record.repeat, record.index))
+        for number, error in enumerate(record.retry_errors, start=1)
+    ]
+    if len(lines) > MAX_RETRY_LINES:
+        more = f"... {len(lines) - MAX_RETRY_LINES} more, all of them in questions/*.jsonl"
+        lines = [*lines[:MAX_RETRY_LINES], more]
+    return lines
+
+
+def _case(parent: ET.Element, verdict: Verdict, records: Sequence[LedgerRecord]) -> None:
     case = ET.SubElement(
         parent,
         "testcase",
@@ -79,12 +95,12 @@ def _case(parent: ET.Element, verdict: Verdict) -> None:
         message = visible(f"{verdict.status}: {verdict.reason}")
         kind = "pytest.skip" if element == "skipped" else verdict.status.value
         ET.SubElement(case, element, message=message, type=kind).text = visible(_body(verdict))
-    if verdict.warnings:
-        ET.SubElement(case, "system-out").text = visible("\n".join(verdict.warnings))
+    if lines := [*verdict.warnings, *_retries(records)]:
+        ET.SubElement(case, "system-out").text = visible("\n".join(lines))
 
 
-def render(verdicts: Sequence[Verdict], meta: RunMeta) -> str:
-    """Return the whole document."""
+def render(verdicts: Sequence[Verdict], meta: RunMeta, ledgers: Ledgers | None = None) -> str:
+    """Return the whole document; the ledgers give the attempts that failed."""
     tags = [_ELEMENT.get(verdict.status) for verdict in verdicts]
     root = ET.Element("testsuites", name="evalsuite")
     suite = ET.SubElement(
@@ -100,11 +116,13 @@ def render(verdicts: Sequence[Verdict], meta: RunMeta) -> str:
         hostname=visible(meta.host),
     )
     for verdict in verdicts:
-        _case(suite, verdict)
+        _case(suite, verdict, (ledgers or {}).get(verdict.job_id, ()))
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def write(path: Path, verdicts: Sequence[Verdict], meta: RunMeta) -> Path:
+def write(
+    path: Path, verdicts: Sequence[Verdict], meta: RunMeta, ledgers: Ledgers | None = None
+) -> Path:
     """Write the document."""
-    return write_text(path, render(verdicts, meta))
+    return write_text(path, render(verdicts, meta, ledgers))

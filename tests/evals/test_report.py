@@ -105,6 +105,27 @@ def test_junit_is_read_by_junitparser(tmp_path: Path) -> None:
     assert cases[4].result[0].type == "INCONCLUSIVE"
 
 
+def test_junit_shows_every_retry(tmp_path: Path) -> None:
+    errors = ("HTTP 500: boom", f"ClientOSError: {HOSTILE}")
+    records = [
+        make_record(7, retries=2, retry_errors=errors),
+        make_record(3, None, status="timeout", retry_errors=("TimeoutError: no full reply",)),
+        make_record(5),
+    ]
+    verdict = judge(make_job(), make_result(1190, 1319, retries=2), BackendEvidence())
+    paths = write_all(tmp_path, [verdict], {"suite/job": records}, META)
+    (case,) = next(iter(JUnitXml.fromfile(str(paths["junit"]))))
+    lines = str(case.system_out).splitlines()
+    assert "question 3, repeat 0, attempt 1: TimeoutError: no full reply" in lines
+    assert "question 7, repeat 0, attempt 1: HTTP 500: boom" in lines
+    assert any(line.startswith("question 7, repeat 0, attempt 2: ClientOSE") for line in lines)
+    assert sum(line.startswith("question") for line in lines) == 3
+    many = [make_record(i, retry_errors=("HTTP 429: busy",)) for i in range(1319)]
+    text = junit.render([verdict], META, {"suite/job": many})
+    assert text.count("HTTP 429: busy") == junit.MAX_RETRY_LINES
+    assert f"... {1319 - junit.MAX_RETRY_LINES} more" in text
+
+
 def test_junit_has_the_form_pytest_writes(pytester_xml: ET.Element) -> None:
     ours = ET.fromstring(junit.render(verdicts(), META))
     for path in (".", "testsuite", "testsuite/testcase"):
