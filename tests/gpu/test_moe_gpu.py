@@ -14,6 +14,7 @@ from moeserve.moe.oracle import ask, convert_to_unquantized_kernel_format
 from moeserve.moe.platforms import detect_platform
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
 from moeserve.moe.tuning import LayerShape
+from moeserve.triton_kernels.linear import linear_fixed
 from moeserve.triton_kernels.router import route
 
 pytestmark = [
@@ -110,16 +111,30 @@ def test_a_captured_graph_equals_eager_on_other_tokens(backend: str) -> None:
         assert torch.equal(out, apply(backend, spec, x, routed, ready))
 
 
-def test_deterministic_bits_do_not_depend_on_the_batch() -> None:
-    shape = SHAPES["qwen3-30b-a3b"]
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama-4-scout"])
+def test_deterministic_bits_do_not_depend_on_the_batch(name: str) -> None:
+    """Counts that take every tile of deterministic mode give the same bits."""
+    shape = SHAPES[name]
     spec = spec_of(shape, is_deterministic=True)
     w = layer_weights(shape)
-    x = torch.randn(700, shape.H, device="cuda", dtype=torch.bfloat16)
-    routed = random_routed(shape, 700, "uniform")
+    T = 4000
+    x = torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16)
+    routed = random_routed(shape, T, "uniform")
     whole = apply("triton", spec, x, routed, w)
-    for rows in ([3], [699, 0, 250], list(range(64))):
+    for rows in ([3], [T - 1, 0, 250], list(range(64)), list(range(100, 800)), list(range(2500))):
         part = Routed(routed.topk_ids[rows].contiguous(), routed.topk_weights[rows].contiguous())
-        assert torch.equal(apply("triton", spec, x[rows], part, w), whole[rows])
+        assert torch.equal(apply("triton", spec, x[rows], part, w), whole[rows]), len(rows)
+
+
+@pytest.mark.parametrize(("N", "K"), [(5120, 2048), (2048, 4096), (128, 2048), (4000, 1000)])
+def test_fixed_projection_bits_do_not_depend_on_the_batch(N: int, K: int) -> None:
+    x = torch.randn(3000, K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * K**-0.5
+    whole = linear_fixed(x, w)
+    want = x.float() @ w.float().T
+    assert float((whole.float() - want).norm() / want.norm()) < LIMIT
+    for rows in ([5], list(range(10, 50)), list(range(200)), list(range(7, 2000))):
+        assert torch.equal(linear_fixed(x[rows], w), whole[rows]), len(rows)
 
 
 def test_padding_rows_of_nan_leave_real_rows_alone() -> None:

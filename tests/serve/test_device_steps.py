@@ -48,8 +48,10 @@ def engine_of(backend: str = "triton", **changes: Any) -> Engine:
         changes["device"] = "cpu"
     engine = Engine(EngineConfig(**{**CONFIG, "attention_backend": backend, **changes}))
     if HAS_GPU and backend == "triton":
-        # The same seed gives other weights on another device.
-        weights = engine_of("torch").runner.model.destinations()
+        # The same seed gives other weights on another device. The source has a backend that
+        # leaves weights in the checkpoint's layout.
+        source = engine_of("torch", moe_backend="torch_grouped_mm")
+        weights = source.runner.model.destinations()
         for name, tensor in engine.runner.model.destinations().items():
             tensor.copy_(weights[name])
     return engine

@@ -237,12 +237,10 @@ def test_the_limit_catches_small_faults(monkeypatch: pytest.MonkeyPatch, fault: 
     assert error(out, ref) > 100 * LIMIT
 
 
-def test_a_tokens_bits_do_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokens_bits_do_not_depend_on_its_batch() -> None:
     x, w13, w2, routed, spec = problem(33, 4, 64, 64, 2)
     spec = MoESpec(4, 64, 64, RoutingSpec(2), dtype=torch.float32, platform="cuda-sm90",
                    is_deterministic=True)  # fmt: skip
-    fixed = LayerTiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
-    monkeypatch.setattr(triton_experts, "DETERMINISTIC", fixed)
     weights = MoEWeights(w13.to(DEVICE), w2.to(DEVICE))
 
     def go(rows: list[int]) -> torch.Tensor:

@@ -97,7 +97,8 @@ class TritonPagedAttention:
         self.heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size)
         group = shape.num_heads // shape.num_kv_heads
         least_m = max(16, 1 << (group - 1).bit_length())
-        self.decode_tile = self._tile(least_m, 4, 5)
+        # Half a page at a time: shorter last blocks, and as fast on long contexts (H200).
+        self.decode_tile = self._tile(least_m, 4, 5, most_n=32)
         self.split_tile = self._tile(least_m, 2, 5, most_n=32)
         self.prefill_tile = self._tile(max(128, least_m), 8, 5)
         self.shared_tile = self._tile(max(64, least_m), 4, 5)

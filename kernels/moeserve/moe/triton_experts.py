@@ -12,7 +12,13 @@ from functools import lru_cache
 import torch
 
 from moeserve.moe.spec import RoutingSpec
-from moeserve.moe.tuning import DETERMINISTIC, LayerShape, LayerTiles, choose, load_table
+from moeserve.moe.tuning import (
+    LayerShape,
+    LayerTiles,
+    choose,
+    deterministic_tiles,
+    load_table,
+)
 from moeserve.triton_kernels import combine, gemv, grouped_gemm, router
 from moeserve.triton_kernels.gemv import GemvTile
 from moeserve.triton_kernels.grouped_gemm import Tile
@@ -35,7 +41,7 @@ class Call:
         activation: "silu", "swiglu_oai" or "relu2".
         expert_map: [E] int32, global id -> local id or -1; None where all are here.
         is_weight_on_input: The weight multiplies the token, K = 1 (Llama-4).
-        is_deterministic: One tile for every T, so that a token's bits do not depend on the batch.
+        is_deterministic: A token's bits must not depend on the batch.
         first_expert: Global id of the first local expert, where there is no map.
     """
 
@@ -206,7 +212,11 @@ def _run_grouped(
 def tiles_for(call: Call) -> LayerTiles:
     """Tiles for this call: the deterministic one, a measured one, or the default."""
     if call.is_deterministic:
-        return DETERMINISTIC
+        tiles = deterministic_tiles(call.shape, call.x.shape[0])
+        # float32 has no warpgroup form of this: one tile for every T.
+        return (
+            tiles if call.x.element_size() == 2 else _narrowed(deterministic_tiles(call.shape, 1))
+        )
     name = _device_name(call.x.device)
     table = _table(name, call.shape) if call.x.dtype == torch.bfloat16 else {}
     tiles = choose(table, call.shape, call.x.shape[0])

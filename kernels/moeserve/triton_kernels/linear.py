@@ -1,8 +1,9 @@
-"""Dense projections with one tile for every T, so that a row's bits do not depend on the batch.
+"""Dense projections whose bits do not depend on how many rows there are.
 
-Receives x [T, K] and a weight [N, K]; returns [T, N]. float32 sums in ascending K blocks, no
-split-K. A library picks another algorithm for another T; this is what deterministic mode uses in
-its place. The tile depends on N alone.
+Receives x [T, K] and a weight [N, K]; returns [T, N]. A library picks another algorithm for another
+T; this is what deterministic mode uses in its place. float32 sums in ascending K blocks, never split.
+The weights fill the M side of the instruction, tokens its N side: a larger T lets more tokens share
+an instruction and changes no element's chain of sums (tested bit for bit on a GPU).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def linear_kernel(
     # Rows and columns past the end read the last valid one; their results are not stored.
     x_row = x_ptr + tl.minimum(row, T - 1).to(tl.int64)[:, None] * stride_x
     w_row = w_ptr + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K
-    acc = tl.zeros([BM, BN], tl.float32)
+    acc = tl.zeros([BN, BM], tl.float32)
     for first in range(0, K, BK):
         k = (first + tl.arange(0, BK))[None, :]
         if EVEN_K:
@@ -42,14 +43,29 @@ def linear_kernel(
         if UPCAST:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[:, None]
     tl.store(
         out_ptr + row.to(tl.int64)[:, None] * N + col[None, :],
-        acc.to(out_ptr.dtype.element_ty),
+        tl.trans(acc.to(out_ptr.dtype.element_ty)),
         mask=(row < T)[:, None] & (col < N)[None, :],
     )
+
+
+def _tile(T: int, N: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """BM, BN, BK, warps and stages."""
+    if itemsize > 2:
+        # float32 has no warpgroup form of this: one tile for every T.
+        return 64, 64, 64, 4, 3
+    if N <= 512:
+        # A router's gate: small tiles for every T, or it would be a handful of programs.
+        return 16, 16, 128, 2, 4
+    if T <= 16:
+        return 16, 64, 128, 4, 4
+    if T <= 64:
+        return 64, 64, 128, 4, 4
+    return (128, 64, 64, 4, 4) if T <= 256 else (128, 128, 64, 8, 4)
 
 
 def linear_fixed(
@@ -75,10 +91,7 @@ def linear_fixed(
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     if T == 0:
         return out
-    # Few columns (a router's gate) need small tiles to reach more than a handful of programs.
-    BM, BN, BK, warps, stages = (16, 16, 128, 2, 4) if N <= 512 else (64, 64, 128, 4, 3)
-    if x.element_size() > 2:
-        BK //= 2
+    BM, BN, BK, warps, stages = _tile(T, N, x.element_size())
     linear_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN),)](
         x, weight, bias if bias is not None else x, out, T, N, K, x.stride(0),
         BM=BM, BN=BN, BK=BK, GROUP=8, EVEN_K=K % BK == 0, HAS_BIAS=bias is not None,
