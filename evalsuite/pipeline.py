@@ -107,10 +107,12 @@ def run(job: EvalJob, this: Run) -> Verdict:
             context = replace(context, startup_s=server.startup_s if is_new else 0.0)
             before = _drafts(job, server)
             result = _evaluate(job, server, this, context)
+            if not server.is_alive:
+                raise _died(server, result)
             evidence = engine.evidence(job, server.base_url, server.log_text())
             fault = _acceptance(job, server, before)
             if not server.is_alive:
-                raise server.died("evaluation")
+                raise _died(server, result)
         except EvalsuiteError as caught:
             error = caught
     verdict = judge(
@@ -168,7 +170,11 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         watched = _watched(request, job, server, this, watch if request.repeats == 1 else None)
         result = _guarded(evaluator.evaluate, watched, server)
         records = this.folder.records(job.id)
-        if result.stopped or not needs_repeat(job, result, baseline, records, context):
+        if (
+            result.stopped
+            or not server.is_alive
+            or not needs_repeat(job, result, baseline, records, context)
+        ):
             return result
         request = replace(request, repeats=request.repeats + 1)
 
@@ -215,14 +221,21 @@ def _guarded(
 ) -> EvalResult:
     """Evaluate; a dead server is the error, whatever the evaluator made of it."""
     try:
-        result = evaluate(request)
+        return evaluate(request)
     except EvalError:
         if server.is_alive:
             raise
         raise server.died("evaluation") from None
-    if not server.is_alive:
-        raise server.died("evaluation")
-    return result
+
+
+def _died(server: RunningServer, result: EvalResult) -> ServerError:
+    """The server's end, with how far the questions had come; the counts stay in the verdict."""
+    error = server.died("evaluation")
+    if not result.num_failed:
+        return error
+    missing = f"{result.num_failed} of {result.num_questions} questions have no answer"
+    first = f", the first: {result.first_error}" if result.first_error else ""
+    return replace(error, reason=f"{error.reason}; {missing}{first}")
 
 
 def _baseline(job: EvalJob, options: RunOptions) -> BaselinePair | None:

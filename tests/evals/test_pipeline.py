@@ -59,6 +59,10 @@ def test_server_killed_at_a_third_is_an_error_without_accuracy(suite: Suite) -> 
     assert verdict.status is Status.ERROR
     assert verdict.accuracy is None
     assert "evaluation: the server process ended with exit code 9" in verdict.reason
+    # What was answered is counted, and is no accuracy.
+    assert f"{NUM_QUESTIONS - third} of {NUM_QUESTIONS} questions have no answer" in verdict.reason
+    assert verdict.result is not None
+    assert (verdict.result.num_answered, verdict.result.num_failed) == (third, 2 * third)
     assert verdict.log_tail[-1] == "out of luck"
     assert exit_code([verdict]) == 75
     assert len(pids_in(pids)) == 2
