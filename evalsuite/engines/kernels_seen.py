@@ -21,6 +21,7 @@ _KERNELS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("aiter", r"aiter.*fmoe|ck_moe_stage[12]|kernel_moe_gemm"),
         ("sonicmoe", r"sonicmoe|quack"),
         ("triton", r"moe_(?:gate_up|down)(?:_gemv)?_kernel|fused_moe_kernel"),
+        ("cpu_native", r"moeserve::cpu_native_experts"),
         ("torch_grouped_mm", r"aten::_grouped_mm|GroupProblemShape"),
     )
 )

@@ -11,6 +11,7 @@ from run_helpers import HARDWARE
 
 from evalsuite.report.json_report import read
 from evalsuite.verdict import Status, Verdict
+from moeserve.native.build import native
 
 pytest.importorskip("torch", reason="the bundled server needs torch")
 
@@ -23,12 +24,14 @@ JOB = {
     "gate": {"name": "threshold", "early_end": False},
     "provenance": {"source": "test", "num_questions": 6},
 }
+# What the server takes by itself on a CPU.
+CHOSEN = "cpu" if native().reason else "cpu_native"
 JOBS = {
     "cpu-as-expected": ("--moe-backend cpu", "cpu"),
     "grouped-as-expected": ("--moe-backend torch_grouped_mm", "torch_grouped_mm"),
     # No flag: the server chooses, and one of the two expectations is wrong. (A flag that
     # contradicts the expectation is refused before anything starts.)
-    "free-and-cpu-expected": ("", "cpu"),
+    "free-and-cpu-expected": ("", CHOSEN),
     "free-and-grouped-expected": ("", "torch_grouped_mm"),
 }
 
@@ -83,7 +86,7 @@ def test_another_backend_is_an_error_with_the_three_levels(verdicts: dict[str, V
     right, wrong = sorted(pair, key=lambda verdict: verdict.status is Status.ERROR)
     ran = right.evidence.executed
     assert (right.evidence.logged, wrong.evidence.executed) == (ran, ran)
-    (other,) = {"cpu", "torch_grouped_mm"} - {ran}
+    (other,) = {CHOSEN, "torch_grouped_mm"} - {ran}
     assert wrong.accuracy is None
     assert wrong.reason.startswith(f"expect_backend names {other!r} and executed is {ran!r} (")
     assert f"declared {wrong.evidence.declared or 'unknown'}" in wrong.reason
