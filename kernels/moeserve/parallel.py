@@ -148,7 +148,7 @@ def connect(place: Place, device: torch.device) -> Parallel:
     rank = place.rank if place.is_expert_parallel else place.tp_rank
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(place.store, place.world_size),
+        store=dist.FileStore(place.store, place.world_size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=place.world_size,
         timeout=COLLECTIVE_LIMIT,

@@ -304,7 +304,7 @@ def test_abort_frees_everything_at_any_time() -> None:
         ({"attention_backend": "x"}, UsageError, "attention backend 'x' is unknown"),
         ({"moe_backend": "tritn"}, UsageError, "Did you mean 'triton'"),
         ({"is_deterministic": True}, Unsupported, "deterministic mode: attention backend"),
-        ({"tensor_parallel_size": 2}, Unsupported, "runs one rank"),
+        ({"tensor_parallel_size": 2}, Unsupported, "one engine runs one rank"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(

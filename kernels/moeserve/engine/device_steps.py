@@ -17,8 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.engine.batch import ForwardBatch, host_batch, logits_rows
-from moeserve.layers.attention_triton import TritonPagedAttention, TritonPlan, find_shared_prefix
+from moeserve.engine.batch import ForwardBatch, SharedStep, host_batch, logits_rows
+from moeserve.engine.scheduler import StepPlan
+from moeserve.layers.attention_triton import (
+    SharedPrefix,
+    TritonPagedAttention,
+    TritonPlan,
+    find_shared_prefix,
+)
 from moeserve.layers.step_inputs import SampledRows, StepSizes, StepViews, pack
 from moeserve.runner.compile_ahead import compile_ahead
 from moeserve.runner.cuda_graph import CudaCapture, GraphLadder, graph_sizes
@@ -26,7 +32,6 @@ from moeserve.runner.sampler import Sampled, sample
 from moeserve.triton_kernels.sample import argmax
 
 if TYPE_CHECKING:
-    from moeserve.engine.scheduler import StepPlan
     from moeserve.engine.sequence import Sequence
     from moeserve.layers.attention import Array
     from moeserve.runner.model_runner import ModelRunner
@@ -68,6 +73,12 @@ class DeviceStep:
     tokens: Tensor
     event: Any
     owner: DeviceSteps
+
+    def take(self, chosen: Sampled) -> None:
+        """See `Step.take`."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.owner.set_last_tokens(self.rows, chosen.tokens)
 
     def sampled(self) -> Sampled | None:
         """See `Step.sampled`."""
@@ -142,25 +153,30 @@ class DeviceSteps:
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, block_table: Array) -> DeviceStep:
+    def launch(
+        self, plan: StepPlan, block_table: Array, shared_step: SharedStep | None = None
+    ) -> DeviceStep:
         """Enqueue a step; returns before it has run.
 
         Args:
             plan: Who runs. Token ids of -1 - r stand for the token that the step before chose for
                 row r of the block table.
             block_table: [max_num_seqs, P] int32 of the scheduler.
+            shared_step: What the DP ranks that share experts run.
         """
         host = host_batch(plan, block_table, self.attention.page_size)
         rows = plan.sampled()
-        size = None
-        if self.graphs is not None and not plan.prefills:
-            size = self.graphs.size_for(len(rows))
+        size = self._graph_size(plan, shared_step)
         if size is None:
             sizes = self.attention.sizes(host, len(rows))
         else:
             sizes = StepSizes(size, size, size)
             self.num_padding_rows += size - len(rows)
         shared = find_shared_prefix(host)
+        if shared_step is not None:
+            # A prefix taken apart wants a graph of its own, captured when it is first met: a run
+            # with collectives that other DP ranks would know nothing of.
+            shared = SharedPrefix(0, 0, np.zeros(host.num_decodes, dtype=np.int32))
         stage = self._count % _NUM_STAGES
         self._count += 1
         places = np.array([seq.row for seq in rows], dtype=np.int32)
@@ -170,10 +186,25 @@ class DeviceSteps:
         self._numbers[:used].copy_(self._stages[stage][:used], non_blocking=True)
         hidden = None
         if size is None:
-            hidden = self._eager(sizes, shared.num_tokens > 0)
+            counts = shared_step.num_tokens if shared_step is not None else None
+            hidden = self._eager(sizes, shared.num_tokens > 0, dp_num_tokens=counts)
         else:
             self._replay(size, shared.num_tokens > 0)
         return self._finished(plan, rows, hidden, self._results[stage])
+
+    def _graph_size(self, plan: StepPlan, shared: SharedStep | None) -> int | None:
+        """Rows of the graph for a step, None for none: one answer on all ranks that share it."""
+        if self.graphs is None or plan.prefills:
+            return None
+        if shared is None:
+            return self.graphs.size_for(len(plan.decodes))
+        return self.graphs.size_for(max(shared.num_tokens)) if shared.is_decode_only else None
+
+    def idle(self, shared: SharedStep) -> None:
+        """See `Steps.idle`."""
+        size = self._graph_size(StepPlan([], []), shared)
+        counts = shared.num_tokens if size is None else (size,) * len(shared.num_tokens)
+        self.runner.idle(counts)
 
     def num_nan_rows(self) -> int:
         """See `Steps.num_nan_rows`."""
@@ -211,7 +242,9 @@ class DeviceSteps:
             values = torch.tensor(tokens, dtype=torch.int32, device=self.device)
             self.last_tokens[places] = values
 
-    def _batch(self, sizes: StepSizes, has_shared: bool) -> tuple[ForwardBatch, TritonPlan]:
+    def _batch(
+        self, sizes: StepSizes, has_shared: bool, dp_num_tokens: tuple[int, ...] | None
+    ) -> tuple[ForwardBatch, TritonPlan]:
         views = StepViews(self._numbers, sizes)
         attention = self.attention.plan_of(views, sizes, has_shared)
         batch = ForwardBatch(
@@ -223,12 +256,23 @@ class DeviceSteps:
             num_padding_tokens=0,
             attention=attention,
             last_tokens=self.last_tokens,
+            dp_num_tokens=dp_num_tokens,
         )
         return batch, attention
 
-    def _eager(self, sizes: StepSizes, has_shared: bool, num_layers: int | None = None) -> Tensor:
+    def _eager(
+        self,
+        sizes: StepSizes,
+        has_shared: bool,
+        num_layers: int | None = None,
+        dp_num_tokens: tuple[int, ...] | None = None,
+    ) -> Tensor:
         """One pass over the step's numbers; leaves logits and tokens in their buffers."""
-        batch, attention = self._batch(sizes, has_shared)
+        dp_size = self.runner.parallel.dp_size
+        if dp_num_tokens is None and dp_size > 1:
+            # In a graph, or before serving: every rank has as many.
+            dp_num_tokens = (sizes.num_tokens,) * dp_size
+        batch, attention = self._batch(sizes, has_shared, dp_num_tokens)
         hidden = self.runner.hidden(batch, num_layers)
         R = sizes.num_sampled
         if R:

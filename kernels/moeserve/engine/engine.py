@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,8 +25,13 @@ from moeserve.engine.request import FinishReason, Logprob, Request, TokenEvent
 from moeserve.engine.scheduler import Scheduler, StepPlan
 from moeserve.engine.sequence import Sequence
 from moeserve.engine.startup import start
+from moeserve.parallel import Place
 from moeserve.runner.model_runner import LOGITS_ROWS
 from moeserve.runner.sampler import Sampled, score_tokens
+
+if TYPE_CHECKING:
+    from moeserve.engine.batch import SharedStep
+    from moeserve.engine.team import Team
 
 logger = logging.getLogger(__name__)
 NOT_FINITE = "the model produced no finite logits for this request"
@@ -47,10 +53,17 @@ class Flight:
 
 
 class Engine:
-    """One rank's scheduler, runner and sequences."""
+    """One rank's scheduler, runner and sequences.
 
-    def __init__(self, config: EngineConfig) -> None:
-        started = start(config)
+    Attributes:
+        team: The other ranks; None where there are none.
+    """
+
+    def __init__(self, config: EngineConfig, place: Place | None = None) -> None:
+        place = place or Place()
+        started = start(config, place)
+        self.place = place
+        self.team: Team | None = None
         self.config = started.config
         self.runner = started.runner
         self.steps = started.steps
@@ -74,7 +87,7 @@ class Engine:
 
     def info(self, load_s: float = 0.0) -> EngineInfo:
         """What the front needs to know."""
-        return describe(self.runner, self.limits, load_s)
+        return describe(self.runner, self.limits, load_s, self.place)
 
     def stats(self) -> EngineStats:
         """Counters after the last step."""
@@ -124,7 +137,10 @@ class Engine:
         out = StepOutput(events=self._pending)
         self._pending = []
         plan = self._plan = self.scheduler.schedule()
-        flight = self._launch(plan) if plan else None
+        shared = self.team.agree(plan) if self.team is not None else None
+        flight = self._launch(plan, shared) if plan else None
+        if shared is not None and not plan:
+            self.steps.idle(shared)
         if self._flight is not None:
             self._land(self._flight, out)
         self._flight = flight
@@ -174,10 +190,14 @@ class Engine:
             return f"request id {request.id!r} is in use"
         return ""
 
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan, shared: SharedStep | None) -> Flight:
         """Begin a step and reserve the places of its tokens, where they may come later."""
         self._threads.use_for(plan.num_tokens)
-        step = self.steps.launch(plan, self.scheduler.block_table)
+        table = self.scheduler.block_table
+        if shared is None:
+            step = self.steps.launch(plan, table)
+        else:
+            step = self.steps.launch(plan, table, shared)
         self._num_steps += 1
         scored = []
         if plan.prefills and step.hidden is not None:
@@ -193,7 +213,8 @@ class Engine:
 
     def _land(self, flight: Flight, out: StepOutput) -> None:
         """Wait for a step's tokens and give them to their sequences."""
-        sampled = flight.step.sampled()
+        step = flight.step
+        sampled = step.sampled() if self.team is None else self.team.sampled(step)
         rows = flight.step.rows
         if sampled is not None:
             places = flight.places or [len(seq.tokens) for seq in rows]

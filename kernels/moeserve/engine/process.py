@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
 from moeserve import errors
 from moeserve.engine.client import EngineInfo, EngineStats
 from moeserve.engine.config import EngineConfig
+from moeserve.engine.dp import Lane, emptiest, merged_info, merged_profile, merged_stats
 from moeserve.engine.request import FinishReason, Request, TokenEvent
 from moeserve.engine.streams import Connection, Stream, merged
 from moeserve.engine.wire import Message
@@ -47,13 +49,17 @@ async def start_engine(config: EngineConfig) -> ProcessEngine:
         MoeserveError: Of the class and with the text that the engine process gave; `EngineError`
             where it died without a word.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        client = ProcessEngine(_spawn(theirs.fileno()))
-    ours.setblocking(False)
+    # One connection for each DP rank; the process is the first one, and starts the others.
+    pairs = [socket.socketpair() for _ in range(config.data_parallel_size)]
+    fds = [theirs.fileno() for _, theirs in pairs]
+    client = ProcessEngine(_spawn(fds), len(pairs))
+    for _, theirs in pairs:
+        theirs.close()
     loop = asyncio.get_running_loop()
-    await loop.create_connection(lambda: client.connection, sock=ours)
-    client.connection.send(("start", replace(config, env=dict(config.env))))
+    for lane, (ours, _) in zip(client.lanes, pairs, strict=True):
+        ours.setblocking(False)
+        await loop.create_connection(partial(_itself, lane.connection), sock=ours)
+    client.connection.send(("start", replace(config, env=dict(config.env)), fds[1:]))
     try:
         await client.wait_ready()
     except BaseException:
@@ -62,35 +68,46 @@ async def start_engine(config: EngineConfig) -> ProcessEngine:
     return client
 
 
-def _spawn(fd: int) -> subprocess.Popen[bytes]:
+def _itself(connection: Connection) -> Connection:
+    return connection
+
+
+def _spawn(fds: list[int]) -> subprocess.Popen[bytes]:
     """A fresh interpreter: it must not import what the API process imported."""
     return subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(fd), str(time.time())],
-        pass_fds=(fd,),
+        [sys.executable, "-c", _CODE, str(fds[0]), str(time.time())],
+        pass_fds=fds,
         stdin=subprocess.DEVNULL,
-        # Idle OpenMP threads must sleep: by default they spin on the API process's core.
-        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+        # Idle OpenMP threads must sleep: by default they spin on the API process's core. Ranks are
+        # processes of one host, and meet on its loopback device.
+        env={"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo", **os.environ},
     )
 
 
 class ProcessEngine:
-    """`EngineClient` over one process boundary."""
+    """`EngineClient` over one process boundary, with a lane for each DP rank."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], num_lanes: int = 1) -> None:
         self.info = EngineInfo(0, 0, (), 0, 0)
-        self.connection = Connection(self.on_messages, self.on_lost)
+        self.lanes = [Lane() for _ in range(num_lanes)]
+        for index, lane in enumerate(self.lanes):
+            # Rank 0 sees every rank's death, ends them all and says why: it is the one to watch.
+            on_lost = self.on_lost if index == 0 else _ignore
+            lane.connection = Connection(partial(self.on_messages, lane), on_lost)
         self._process = process
-        self._stats = EngineStats()
         self._streams: dict[str, Stream] = {}
-        self._new: list[Request] = []
-        self._aborted: list[str] = []
-        self._is_flush_due = False
+        self._last_words = ""
         self._is_stopping = False
         self._is_lost = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._profile: asyncio.Future[dict[str, object]] | None = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
+
+    @property
+    def connection(self) -> Connection:
+        """To rank 0."""
+        return self.lanes[0].connection
 
     @property
     def pid(self) -> int:
@@ -114,10 +131,12 @@ class ProcessEngine:
         if self._is_stopping or not self.is_alive():
             yield TokenEvent(request.id, finish_reason=FinishReason.ERROR, error=self._refusal())
             return
-        stream = self._streams[request.id] = Stream()
+        lane = emptiest(self.lanes)
+        stream = self._streams[request.id] = Stream(lane)
+        lane.num_open += 1
         self._all_ended.clear()
-        self._new.append(request)
-        self._flush_soon()
+        lane.new.append(request)
+        self._flush_soon(lane)
         try:
             while True:
                 if not stream.events:
@@ -131,14 +150,12 @@ class ProcessEngine:
         finally:
             if not stream.is_ended:
                 self._end_stream(request.id)
-                self._aborted.append(request.id)
-                self._flush_soon()
+                lane.aborted.append(request.id)
+                self._flush_soon(lane)
 
     def stats(self) -> EngineStats:
-        """Counters of the last step, with what has not been sent yet counted as waiting."""
-        if not self._new:
-            return self._stats
-        return replace(self._stats, num_waiting=self._stats.num_waiting + len(self._new))
+        """Counters of the last steps, with what has not been sent yet counted as waiting."""
+        return merged_stats(self.lanes)
 
     def is_alive(self) -> bool:
         """Whether the engine process lives."""
@@ -154,7 +171,9 @@ class ProcessEngine:
             raise EngineError(self._refusal())
         if self._profile is None:
             self._profile = asyncio.get_running_loop().create_future()
-            self.connection.send(("profile",))
+            for lane in self.lanes:
+                lane.profile = None
+                lane.connection.send(("profile",))
         result = await asyncio.shield(self._profile)
         if "error" in result:
             raise EngineError(f"profiling failed: {result['error']}")
@@ -174,35 +193,44 @@ class ProcessEngine:
     async def close(self) -> None:
         """End the process, with force where it does not go by itself."""
         self._is_stopping = True
-        self.connection.send(("end",))
-        self.connection.close()
+        for lane in self.lanes:
+            lane.connection.send(("end",))
+            lane.connection.close()
         try:
             await asyncio.to_thread(self._process.wait, EXIT_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
 
-    def on_messages(self, messages: list[Message]) -> None:
+    def on_messages(self, lane: Lane, messages: list[Message]) -> None:
         """Sort everything that has arrived into the streams, then wake each reader once."""
         touched: set[Stream] = set()
         for message in messages:
             kind = message[0]
             if kind == "step":
-                self._on_step(message, touched)
+                self._on_step(lane, message, touched)
             elif kind == "ready":
-                self.info = message[1]
-                self._ready.set_result(None)
+                lane.info = message[1]
+                infos = [lane.info for lane in self.lanes if lane.info is not None]
+                if len(infos) == len(self.lanes) and not self._ready.done():
+                    self.info = merged_info(infos)
+                    self._ready.set_result(None)
             elif kind == "failed":
-                error_class = getattr(errors, message[1], EngineError)
-                self._ready.set_exception(error_class(message[2]))
-            elif kind == "profile" and self._profile is not None:
-                self._profile.set_result(message[1])
-                self._profile = None
+                self._last_words = message[2]
+                if not self._ready.done():
+                    error_class = getattr(errors, message[1], EngineError)
+                    self._ready.set_exception(error_class(message[2]))
+            elif kind == "profile":
+                lane.profile = message[1]
+                profile = merged_profile(self.lanes)
+                if self._profile is not None and profile is not None:
+                    self._profile.set_result(profile)
+                    self._profile = None
         for stream in touched:
             stream.wake()
 
-    def _on_step(self, message: Message, touched: set[Stream]) -> None:
-        _, ids, tokens, events, self._stats = message
+    def _on_step(self, lane: Lane, message: Message, touched: set[Stream]) -> None:
+        _, ids, tokens, events, lane.stats = message
         streams = self._streams
         for request_id, token in zip(ids, tokens, strict=True):
             stream = streams.get(request_id)
@@ -235,12 +263,15 @@ class ProcessEngine:
     def _refusal(self) -> str:
         if self._is_stopping:
             return "the server is shutting down"
+        if self._last_words:
+            return self._last_words
         code = self._process.poll()
         return f"the engine process is gone (exit code {'unknown' if code is None else code})"
 
     def _end_stream(self, request_id: str) -> None:
         stream = self._streams.pop(request_id)
         stream.is_ended = True
+        stream.lane.num_open -= 1
         if not self._streams:
             self._all_ended.set()
 
@@ -252,13 +283,12 @@ class ProcessEngine:
             self._end_stream(request_id)
             stream.wake()
 
-    def _flush_soon(self) -> None:
+    def _flush_soon(self, lane: Lane) -> None:
         """Send new and aborted requests once the loop has run what is ready: one message."""
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        if not lane.is_flush_due:
+            lane.is_flush_due = True
+            asyncio.get_running_loop().call_soon(lane.flush)
 
-    def _flush(self) -> None:
-        self._is_flush_due = False
-        self.connection.send(("work", self._new, self._aborted))
-        self._new, self._aborted = [], []
+
+def _ignore() -> None:
+    """Nothing is to be done."""

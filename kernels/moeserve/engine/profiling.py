@@ -17,6 +17,7 @@ from moeserve.engine.request import Request, SamplingParams
 from moeserve.engine.scheduler import StepPlan
 from moeserve.engine.sequence import Sequence
 from moeserve.layers.attention import Array
+from moeserve.parallel import Place
 
 if TYPE_CHECKING:
     from moeserve.engine.engine import Engine
@@ -25,9 +26,24 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 128
 
 
+def _length(engine: Engine) -> int:
+    limits = engine.limits
+    return min(PREFILL_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
+
+
+def can_profile(engine: Engine) -> bool:
+    """Whether there are pages for it now."""
+    pool = engine.pool
+    return pool.num_available > _length(engine) // pool.page_size
+
+
 @torch.inference_mode()
-def profile(engine: Engine) -> dict[str, object]:
+def profile(engine: Engine, place: Place | None = None) -> dict[str, object]:
     """Profile one prefill of 128 tokens (or what the limits allow) and one decode.
+
+    Args:
+        engine: Between two steps; the other ranks do the same at the same time.
+        place: The engine's.
 
     Returns:
         `num_moe_layers`, and `ranks`: for each rank `prefill` and `decode`, each a mapping from
@@ -37,7 +53,8 @@ def profile(engine: Engine) -> dict[str, object]:
         OutOfPages: The KV cache is full of running sequences.
     """
     limits, runner = engine.limits, engine.runner
-    length = min(PREFILL_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
+    place = place or Place()
+    length = _length(engine)
     vocab_size = runner.spec.vocab_size
     prompt = tuple(i * 31 % vocab_size for i in range(length))
     seq = Sequence(Request("profile", prompt, SamplingParams()), 0, (), limits.max_model_len)
@@ -53,7 +70,7 @@ def profile(engine: Engine) -> dict[str, object]:
     finally:
         engine.pool.release(seq.pages)
     rank = {
-        "rank": 0,
+        "rank": place.rank,
         "prefill": {"num_tokens": length, "counts": prefill},
         "decode": {"num_tokens": 1, "counts": decode},
     }
@@ -68,7 +85,9 @@ def _record(engine: Engine, plan: StepPlan, table: Array) -> dict[str, int]:
     activities = [ProfilerActivity.CPU]
     if runner.options.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    batch = forward_batch(plan, table, runner.attention, runner.options.device)
+    dp_size = runner.parallel.dp_size
+    counts = (plan.num_tokens,) * dp_size if dp_size > 1 else None
+    batch = forward_batch(plan, table, runner.attention, runner.options.device, counts)
     with torch_profile(activities=activities) as recorded:
         hidden = runner.hidden(batch)
         runner.logits(hidden, batch.logits_rows)

@@ -18,7 +18,8 @@ from moeserve.engine.host_steps import HostSteps, Steps
 from moeserve.engine.scheduler import SchedulerLimits
 from moeserve.errors import Unsupported, UsageError
 from moeserve.models.config import ModelSpec, load_model_spec
-from moeserve.parallel import Parallel
+from moeserve.models.shards import check_divides
+from moeserve.parallel import Place, connect
 from moeserve.runner.model_runner import ModelRunner, RunnerOptions
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,12 @@ class Started:
     threads: CpuThreads
 
 
-def start(config: EngineConfig) -> Started:
+def start(config: EngineConfig, place: Place) -> Started:
     """Load the model and size everything.
+
+    Args:
+        config: Options.
+        place: This rank's; with others, they do the same.
 
     Raises:
         UsageError: An option cannot be meant; names it and its value.
@@ -85,11 +90,7 @@ def start(config: EngineConfig) -> Started:
     config = replace(config, model=_model_source(config))
     spec = load_model_spec(config.model, config.hf_overrides)
     device = _device(config)
-    if config.tensor_parallel_size * config.data_parallel_size > 1:
-        raise Unsupported(
-            f"tensor_parallel_size={config.tensor_parallel_size}, data_parallel_size="
-            f"{config.data_parallel_size}: this build runs one rank"
-        )
+    _check_ranks(config, spec, place, device)
     threads = _threads(config, spec, device)
     threads.use_for(1)
     max_model_len = _max_model_len(config, spec)
@@ -101,8 +102,10 @@ def start(config: EngineConfig) -> Started:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         page_size=config.page_size,
     )
-    runner = ModelRunner(config, spec, options, Parallel())
-    num_pages = _num_pages(config, runner, limits)
+    parallel = connect(place, device)
+    runner = ModelRunner(config, spec, options, parallel)
+    # Ranks that schedule the same steps need the same pages.
+    num_pages = parallel.least(_num_pages(config, runner, limits), device)
     fitting = (num_pages - 1) * runner.attention.page_size
     if fitting < max_model_len:
         if config.max_model_len:
@@ -119,6 +122,27 @@ def start(config: EngineConfig) -> Started:
         num_pages * runner.page_bytes() / 2**30,
     )
     return Started(config, runner, _steps(config, runner, limits), limits, threads)
+
+
+def _check_ranks(config: EngineConfig, spec: ModelSpec, place: Place, device: torch.device) -> None:
+    """Refuse what this many ranks cannot do, before they meet; takes this rank's GPU."""
+    if config.num_ranks != place.num_ranks:
+        raise Unsupported(
+            f"tensor_parallel_size={config.tensor_parallel_size}, data_parallel_size="
+            f"{config.data_parallel_size}: one engine runs one rank; start_engine() starts all"
+        )
+    check_divides(spec, place.tp_size, is_expert_parallel=place.is_expert_parallel)
+    if config.is_deterministic and place.world_size > 2:
+        raise Unsupported(
+            f"deterministic mode with {place.world_size} ranks: a sum over more than two ranks has "
+            "an order that depends on the batch"
+        )
+    if device.type == "cuda":
+        if place.num_ranks > torch.cuda.device_count():
+            raise Unsupported(
+                f"{place.num_ranks} ranks need as many GPUs; torch sees {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(place.rank)
 
 
 def _steps(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> Steps:
@@ -179,7 +203,7 @@ def _threads(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Cpu
     if config.num_threads:
         return CpuThreads(spec.hidden_size, config.num_threads, config.num_threads)
     # With a GPU the CPU only prepares steps.
-    most = 1 if device.type != "cpu" else _ALL_THREADS
+    most = 1 if device.type != "cpu" else max(1, _ALL_THREADS // config.num_ranks)
     return CpuThreads(spec.hidden_size, most, 1)
 
 

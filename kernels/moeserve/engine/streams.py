@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from moeserve.engine.request import TokenEvent
 from moeserve.engine.wire import Message, Unpacker, pack
+
+if TYPE_CHECKING:
+    from moeserve.engine.dp import Lane
 
 
 class Connection(asyncio.Protocol):
@@ -53,9 +57,10 @@ class Connection(asyncio.Protocol):
 class Stream:
     """Events of one open request that its reader has not taken yet."""
 
-    __slots__ = ("events", "is_ended", "waiter")
+    __slots__ = ("events", "is_ended", "lane", "waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
         self.events: list[TokenEvent] = []
         self.waiter: asyncio.Future[None] | None = None
         self.is_ended = False

@@ -3,9 +3,10 @@
 Both ends are this package and the socket has no name, so a pickle is safe here. At most one
 message a step goes each way; what happened in a step travels together.
 
-To the engine: `("start", EngineConfig)`, `("work", [Request], [id to abort])`, `("profile",)`,
-`("end",)`. From it: `("ready", EngineInfo)`, `("failed", kind, text)`,
-`("step", ids, tokens, events, EngineStats)`, `("profile", result)`.
+To the engine: `("start", EngineConfig, sockets of other DP ranks)`,
+`("work", [Request], [id to abort])`, `("profile",)`, `("end",)`. From it: `("ready", EngineInfo)`,
+`("failed", kind, text)`, `("step", ids, tokens, events, EngineStats)`, `("profile", result)`. What
+ranks say to each other is in `team.py` and `ranks.py`.
 """
 
 from __future__ import annotations

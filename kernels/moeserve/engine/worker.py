@@ -43,8 +43,15 @@ def main(fd: int, started_at: float) -> None:
     sock = socket.socket(fileno=fd)
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()
-    kind, config = inbox.get()
+    kind, *rest = inbox.get()
     if kind != "start":
+        return
+    config, other_fds = rest
+    if config.num_ranks > 1:
+        from moeserve.engine import ranks
+        from moeserve.engine.team import Link
+
+        ranks.run_first(config, Link(sock), inbox, other_fds, started_at)
         return
     engine = _load(sock, config, started_at)
     if engine is not None:

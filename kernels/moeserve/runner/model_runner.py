@@ -103,6 +103,7 @@ class ModelRunner:
         with options.device:
             module = model_class(spec.architecture)(context).eval()
         self.model = cast(Model, module)
+        self.loaded_bytes = 0
         self._load(config)
         self.num_pages = 0
 
@@ -111,7 +112,7 @@ class ModelRunner:
         if config.load_format == "dummy":
             fill_dummy(destinations, config.seed, shards)
         else:
-            load_safetensors(Path(config.model), destinations, shards)
+            self.loaded_bytes = load_safetensors(Path(config.model), destinations, shards)
         for layer in self.model.moe_layers():
             layer.process_weights()
 
