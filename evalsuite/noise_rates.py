@@ -9,10 +9,9 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
 from evalsuite.gates.absolute import Floor, false_alarm_rate, statistical_gate, threshold_gate
 from evalsuite.gates.base import Counts, GateOutcome
@@ -139,18 +138,23 @@ def replays(runs: Sequence[NoiseRun], folder: Path) -> Replays:
         outcome = compare_logprobs(scored[first], scored[after], limits, noise)
         failed += outcome.status is Status.FAIL
         shifts.append(outcome.mean_shift)
-        size = math.sqrt(mean(x * x for x in noise.values()))
-        ratios.append(outcome.spread / size if size else 1.0)
+        ratios.append(_ratio(noise_between(scored[first], scored[after]), noise))
     found = []
     if len(scored) > 1:
         noise = noise_between(scored[0], scored[1])
         for fault in FAULTS:
             path = fault_path(folder, fault)
             if path.is_file():
-                after_logprobs = json.loads(path.read_text(encoding="utf-8"))["logprobs"]
-                one = compare_logprobs(scored[0], dict(enumerate(after_logprobs)), limits, noise)
-                size = math.sqrt(mean(x * x for x in noise.values()))
-                found.append(
-                    (fault, one.status.value, one.mean_shift, one.spread, one.spread / size)
-                )
+                kept = json.loads(path.read_text(encoding="utf-8"))["logprobs"]
+                faulty = dict(enumerate(kept))
+                one = compare_logprobs(scored[0], faulty, limits, noise)
+                ratio = _ratio(noise_between(scored[0], faulty), noise)
+                found.append((fault, one.status.value, one.mean_shift, one.spread, ratio))
     return Replays(len(triples), failed, tuple(shifts), tuple(ratios), tuple(found))
+
+
+def _ratio(spreads: Mapping[int, float], noise: Mapping[int, float]) -> float:
+    """Geometric mean over answers of the spread over the noise."""
+    least = ReplayLimits().min_spread / 10
+    logs = [math.log(max(x, least) / max(noise[index], least)) for index, x in spreads.items()]
+    return math.exp(math.fsum(logs) / len(logs))

@@ -112,7 +112,7 @@ def _replay_text(runs: Sequence[NoiseRun], folder: Path) -> str:
         f"{found.failed} FAIL ({100 * low:.1f} to {100 * high:.1f} %). Mean loss "
         f"{min(found.mean_shifts, default=0.0):+.5f} to "
         f"{max(found.mean_shifts, default=0.0):+.5f} nats a token (up to "
-        f"{limits.max_mean_shift:g} passes); spread over the baseline's own noise "
+        f"{limits.max_mean_shift:g} passes); spread of an answer over its noise, geometric mean, "
         f"{_quantile(found.ratios, 0.5):.2f} in the middle, "
         f"{max(found.ratios, default=0):.2f} at most (up to {limits.noise_factor:g} passes).",
         f"Where a reply of an unchanged build parts from the first run's, the margin between the "
@@ -122,9 +122,9 @@ def _replay_text(runs: Sequence[NoiseRun], folder: Path) -> str:
         f"{NEAR_TIE_NATS:g} nats of a near-tie.",
         "Faults under the same rounding, against the same baseline:",
         table(
-            ["fault", "replay", "mean loss (nats)", "spread (nats)", "spread / noise"],
+            ["fault", "replay", "mean loss (nats)", "spread (nats)", "spread / noise of an answer"],
             [
-                [f"`{name}`", status, f"{shift:+.5f}", f"{spread:.4f}", f"{ratio:.2f}"]
+                [name, status, f"{round(shift, 5) + 0.0:+.5f}", f"{spread:.4f}", f"{ratio:.2f}"]
                 for name, status, shift, spread, ratio in found.faults
             ],
         ),

@@ -108,7 +108,9 @@ def _statistical_status(num_right: int, n: int, floor: Floor) -> Status:
         lower = wilson_bound(num_right, n, 1 - floor.alpha, "lower")
         upper = wilson_bound(num_right, n, 1 - floor.alpha, "upper")
     else:
-        half = normal_quantile(1 - floor.alpha) * floor.sigma_run
+        # Right answers come whole: without half a question the rate would be above alpha, by a
+        # third on the embedded model (docs/verdicts.md).
+        half = normal_quantile(1 - floor.alpha) * floor.sigma_run + 0.5 / n
         lower, upper = num_right / n - half, num_right / n + half
     if lower >= floor.value:
         return Status.PASS

@@ -84,7 +84,7 @@ def test_statistical(right: int, status: Status) -> None:
 
 
 def test_statistical_uses_the_calibration() -> None:
-    counts, sharp = Counts(1195, 0, 1319), Floor(0.9, 0.0, sigma_run=0.0036)
+    counts, sharp = Counts(1196, 0, 1319), Floor(0.9, 0.0, sigma_run=0.0036)
     assert statistical_gate(counts, Floor(0.9, 0.0)).status is Status.INCONCLUSIVE
     assert statistical_gate(counts, sharp).status is Status.PASS
 
