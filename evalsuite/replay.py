@@ -20,8 +20,8 @@ from evalsuite.stats.proportion import binomial_cdf
 from evalsuite.verdict import Status
 
 # Two continuations whose log-probabilities differ by less than this are a toss between builds
-# that differ by rounding in bf16 alone: nine in ten of their replies part at such a token (measured by
-# `noise_study.py`; docs/verdicts.md).
+# that differ by rounding in bf16 alone: nine in ten of their replies part at such a token
+# (measured by `noise_study.py`; docs/verdicts.md).
 NEAR_TIE_NATS = 0.5
 # Questions further out than this many median deviations count as that far: one garbled
 # question must not decide, and must not hide the rest.
