@@ -12,6 +12,7 @@ from evalsuite.config import load_config
 from evalsuite.dose_response import (
     ACCURACY_GATES,
     BEGIN,
+    END,
     GATES,
     Response,
     main,
@@ -85,7 +86,7 @@ def test_a_folder_without_measurements_is_an_error(
 
 
 def table_names(page: Path, begin: str) -> list[str]:
-    text = page.read_text(encoding="utf-8").partition(begin)[2]
+    text = page.read_text(encoding="utf-8").partition(begin)[2].partition(END)[0]
     return re.findall(r"^\| `?([a-z0-9-]+(?::[\d.]+(?:@\d)?)?)`? \|", text, re.MULTILINE)
 
 
