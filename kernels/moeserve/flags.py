@@ -190,8 +190,15 @@ FLAGS: tuple[Flag, ...] = (
         "--num-threads",
         "engine.num_threads",
         "int",
-        "CPU threads of the engine; 0 is chosen.",
+        "CPU threads of each rank; 0 is chosen.",
         low=0,
+    ),
+    Flag(
+        "--stall-limit-s",
+        "engine.stall_limit_s",
+        "float",
+        "With several ranks: a step that lasts longer ends the server.",
+        low=1.0,
     ),
     Flag(
         "--device",
