@@ -39,6 +39,7 @@ def _properties(verdict: Verdict) -> dict[str, str]:
         "tolerance": verdict.tolerance,
         "stderr": verdict.stderr,
         "p_value": verdict.p_value,
+        "backend_asked": verdict.evidence.declared,
         "backend": verdict.evidence.observed,
         "hardware": verdict.hardware,
         "engine": verdict.engine,

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from evalsuite.files import write_text
 from evalsuite.report.text import (
     accuracy_cell,
+    asked_cell,
     backend_cell,
     interval_cell,
     points,
     rate,
+    speed_cell,
     visible,
 )
 from evalsuite.verdict import Status, Verdict
@@ -32,7 +34,9 @@ HEADER = (
     "margin (SE)",
     "false alarm",
     "sees a drop of (points)",
-    "backend",
+    "asked",
+    "ran",
+    "questions/s",
     "time (s)",
 )
 
@@ -70,7 +74,9 @@ def verdict_cells(verdict: Verdict) -> list[str]:
         "-" if verdict.margin_se is None else f"{verdict.margin_se:+.1f}",
         rate(verdict.alpha),
         drop,
+        asked_cell(verdict),
         backend_cell(verdict),
+        speed_cell(verdict),
         f"{verdict.duration_s:.1f}",
     ]
 

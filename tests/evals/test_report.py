@@ -99,7 +99,7 @@ def test_junit_is_read_by_junitparser(tmp_path: Path) -> None:
     properties = {p.get("name"): p.get("value") for p in case.iter("property")}
     assert properties["retries"] == "3"
     assert properties["status"] == "PASS"
-    assert properties["backend"] == "TRITON"
+    assert (properties["backend_asked"], properties["backend"]) == ("triton", "TRITON")
     assert "last line" in cases[2].result[0].text
     assert "evalsuite run --config x.yaml" in cases[1].result[0].text
     assert cases[4].result[0].type == "INCONCLUSIVE"
@@ -181,7 +181,8 @@ def test_any_text_is_safe_in_every_format(text: str, raw: bytes) -> None:
         outside_fences = re.sub(r"(?s)(`{3,})text\n.*?\n\1", "", page)
         assert "<script>alert" not in outside_fences
     table_lines = markdown.render([verdict], META).split("\n")[2:5]
-    assert [len(re.findall(r"(?<!\\)\|", line)) for line in table_lines] == [11, 11, 11]
+    width = len(markdown.HEADER) + 1
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in table_lines] == [width] * 3
 
 
 class _Links(HTMLParser):
@@ -245,6 +246,8 @@ def test_markdown_names_what_failed() -> None:
     text = markdown.render(verdicts(), META)
     assert text.startswith("## Accuracy: 1 PASS, 1 FAIL, 1 ERROR, 1 INCONCLUSIVE, 1 SKIP")
     assert "0.6823 (40 cut)" in text
+    assert "| asked | ran | questions/s | time (s) |" in text
+    assert "| triton | TRITON | 1319.0 | 12.5 |" in text
     assert "### suite/job: FAIL" in text
     assert "evalsuite run --config x.yaml" in text
 
