@@ -1,0 +1,121 @@
+"""The paired gate from end to end: a baseline is saved and approved, a faulty build is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_helpers import HARDWARE, REPOSITORY
+
+from evalsuite.report.json_report import read
+from evalsuite.verdict import Status, Verdict
+
+pytest.importorskip("torch", reason="the bundled server needs torch")
+
+# A layer's experts answer half as much again: three points of accuracy, which a tolerance of
+# eight does not see.
+FAULT = "layer-scale:0.5@1"
+JOB = {
+    "model_name": "moeserve/minigsm-tiny",
+    "accuracy_threshold": 0.94,
+    "tolerance": 0.08,
+    "num_questions": 330,
+    "num_fewshot": 5,
+    "task": "minigsm",
+    "gate": {"name": "paired", "alpha": 0.05, "power": 0.8},
+    "baseline": "s__tiny",
+    "provenance": {"source": "docs/embedded-model.md", "num_questions": 330},
+}
+
+
+def faulty(fault: str) -> dict[str, object]:
+    """Keys of a job whose server has a fault."""
+    return {
+        "server_args": "--moe-backend faulty",
+        "env": {
+            "PYTHONPATH": str(REPOSITORY / "tests" / "serve" / "faulty_backend"),
+            "MOESERVE_TEST_FAULT": fault,
+        },
+    }
+
+
+class Folder:
+    """A suite with one job, and the commands about it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.suite = path / "configs" / "s"
+        self.suite.mkdir(parents=True)
+        (self.suite.parent / "hardware.yaml").write_text(HARDWARE)
+        (self.suite / "config-cpu.txt").write_text("tiny.yaml\n")
+
+    def write(self, **keys: object) -> None:
+        (self.suite / "tiny.yaml").write_text(json.dumps({**JOB, **keys}, indent=1))
+
+    def call(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "evalsuite.cli", *args],
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    def run(self) -> tuple[int, Verdict, Path]:
+        known = set(self.path.glob("results/*"))
+        done = self.call("run", "--config", "config-cpu.txt")
+        (folder,) = set(self.path.glob("results/*")) - known
+        print(done.stdout)
+        (verdict,) = read(folder)
+        return done.returncode, verdict, folder
+
+
+@pytest.mark.slow
+def test_a_faulty_build_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write(gate="threshold", server_args="--moe-backend cpu")
+    code, first, run = folder.run()
+    assert (code, first.status) == (0, Status.PASS)
+
+    folder.write(server_args="--moe-backend cpu")
+    missing = folder.call("run", "--config", "config-cpu.txt")
+    assert missing.returncode == 4
+    assert "no approved baseline" in missing.stderr
+
+    saved = folder.call("baseline", "save", "s/tiny", "--run", str(run), "--replay")
+    assert saved.returncode == 0, saved.stderr
+    (path,) = (tmp_path / "baselines").glob("*/*.json")
+    approved = folder.call("baseline", "approve", "s/tiny", path.stem[:12])
+    assert approved.returncode == 0, approved.stderr
+    print(saved.stdout, approved.stdout)
+
+    code, again, _ = folder.run()
+    assert (code, again.status) == (0, Status.PASS)
+    assert "(0 lost, 0 gained of 330)" in again.reason
+
+    replayed = folder.call("replay", "s/tiny")
+    print(replayed.stdout)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+    # What no accuracy gate sees: the least of the four experts left out.
+    folder.write(**faulty("slots-dropped:1"))
+    subtle = folder.call("replay", "s/tiny")
+    print(subtle.stdout)
+    assert subtle.returncode == 1, subtle.stdout + subtle.stderr
+
+    folder.write(**faulty(FAULT))
+    code, verdict, _ = folder.run()
+    assert (code, verdict.status) == (1, Status.FAIL)
+    assert verdict.accuracy is not None
+    # The floor alone would have let it pass.
+    assert verdict.accuracy >= JOB["accuracy_threshold"] - JOB["tolerance"]  # type: ignore[operator]
+    assert verdict.p_value is not None
+    assert verdict.p_value <= 0.05
+    assert len(verdict.detail["lost"]) >= 5  # type: ignore[arg-type]
+    flips = verdict.detail["flips"]
+    assert isinstance(flips, list)
+    assert {flip["index"] for flip in flips} >= set(verdict.detail["lost"])  # type: ignore[call-overload]
