@@ -19,6 +19,7 @@ _BENCHES = {
     "moe": "moeserve.bench.moe",
     "router": "moeserve.bench.router",
     "startup": "moeserve.bench.startup",
+    "engine": "moeserve.bench.engine",
     "compat": "moeserve.bench.compat",
     "peers": "moeserve.bench.peers",
 }
