@@ -111,19 +111,23 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             asyncio.run(_drive(run, concurrency))
         _show(run, is_last=True)
         duration = time.perf_counter() - run.started
-        plan = Plan(
-            task=task.name,
-            evaluator=NAME,
-            metric=metric,
-            metrics=task.metrics,
-            profile=task.profile,
-            prompt_hash=hash_prompts(sample.prompt for sample in samples),
-            indices=tuple(sample.index for sample in samples),
-            repeats=request.repeats,
-        )
+        plan = _plan(task, metric, samples, request.repeats)
         return aggregate(
             plan, ledger.records, Circumstances(duration, len(kept), run.stopped, notes)
         )
+
+
+def _plan(task: Task, metric: str, samples: list[Sample], repeats: int) -> Plan:
+    return Plan(
+        task=task.name,
+        evaluator=NAME,
+        metric=metric,
+        metrics=task.metrics,
+        profile=task.profile,
+        prompt_hash=hash_prompts(sample.prompt for sample in samples),
+        indices=tuple(sample.index for sample in samples),
+        repeats=repeats,
+    )
 
 
 def check(config: EvalConfig, data: DataSource, limit: int | None) -> None:
