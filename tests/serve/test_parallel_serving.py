@@ -6,6 +6,7 @@ Every layout is started as the server starts it. The reference is one engine in 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -14,12 +15,15 @@ import textwrap
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import save_file
 
 from moeserve.engine.board import Board, board_bytes
 from moeserve.engine.config import EngineConfig
@@ -237,6 +241,69 @@ async def check_layout(client: ProcessEngine, tp: int, dp: int, ep: bool) -> Non
     assert [rank["rank"] for rank in profile["ranks"]] == list(range(tp * dp))
     for rank in profile["ranks"]:
         assert any("moeserve" in name or "mm" in name for name in rank["decode"]["counts"])
+
+
+TINY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+DEVICE = EngineConfig(
+    model="", max_model_len=128, num_pages=80, page_size=16, max_num_seqs=4, num_threads=1,
+    max_num_batched_tokens=64, attention_backend="triton", dtype="float32",
+)  # fmt: skip
+
+
+def save_tiny(folder: Path) -> None:
+    """A checkpoint of random weights: dummy weights differ between one rank and several."""
+    engine = Engine(replace(
+        DEVICE, model="minigsm-tiny", load_format="dummy", hf_overrides=TINY,
+        attention_backend="torch", moe_backend="cpu", device="cpu",
+    ))  # fmt: skip
+    tensors = {
+        # The checkpoint has one norm for all heads.
+        name: (tensor[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else tensor).clone()
+        for name, tensor in engine.runner.model.destinations().items()
+    }
+    save_file(tensors, str(folder / "model.safetensors"))
+    keys = json.loads((Path(model_dir()) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(keys | TINY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+def test_the_steps_of_a_gpu_agree_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, dp: int
+) -> None:
+    """Steps ahead of the host and padded decode steps, run by Triton's interpreter over gloo."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    save_tiny(tmp_path)
+    prompts = [tuple((7 * i * j + 3 * i + j) % 120 + 1 for j in range(5 + 7 * i)) for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=5 + i, temperature=0.7 * (i == 2), seed=i, ignore_eos=True)
+        for i in range(4)
+    ]
+
+    async def texts(config: EngineConfig) -> list[list[int]]:
+        async with serving(replace(config, model=str(tmp_path))) as client:
+            wanted = [
+                collect(client, Request(str(i), prompt, params[i]))
+                for i, prompt in enumerate(prompts)
+            ]
+            found = [tokens(events) for events in await asyncio.gather(*wanted)]
+            # One rank alone, the other without a request.
+            return [*found, tokens(await collect(client, Request("z", prompts[0], params[3])))]
+
+    parallel = replace(
+        DEVICE, tensor_parallel_size=tp, data_parallel_size=dp, has_expert_parallel=dp > 1
+    )
+    assert asyncio.run(texts(parallel)) == asyncio.run(texts(DEVICE))
 
 
 async def open_requests(client: ProcessEngine, count: int) -> list[asyncio.Task[list[TokenEvent]]]:
