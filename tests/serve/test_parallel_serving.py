@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from moeserve.engine.board import Board, board_bytes
@@ -260,20 +261,55 @@ DEVICE = EngineConfig(
 )  # fmt: skip
 
 
-def save_tiny(folder: Path) -> None:
+def save_tiny(folder: Path, **changes: object) -> None:
     """A checkpoint of random weights: dummy weights differ between one rank and several."""
+    overrides = TINY | changes
     engine = Engine(replace(
-        DEVICE, model="minigsm-tiny", load_format="dummy", hf_overrides=TINY,
+        DEVICE, model="minigsm-tiny", load_format="dummy", hf_overrides=overrides,
         attention_backend="torch", moe_backend="cpu", device="cpu",
     ))  # fmt: skip
-    tensors = {
+    tensors = {}
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in engine.runner.model.destinations().items():
         # The checkpoint has one norm for all heads.
-        name: (tensor[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else tensor).clone()
-        for name, tensor in engine.runner.model.destinations().items()
-    }
+        is_spread = name.endswith(("q_norm.weight", "k_norm.weight"))
+        tensors[name] = (tensor[0] if is_spread else tensor).clone()
+        if name.endswith(".bias"):
+            tensors[name].normal_(generator=generator)
     save_file(tensors, str(folder / "model.safetensors"))
     keys = json.loads((Path(model_dir()) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(keys | TINY))
+    (folder / "config.json").write_text(json.dumps(keys | overrides))
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "dense_layers"),
+    [(2, 1, [0]), pytest.param(1, 2, [0, 1], marks=pytest.mark.slow)],
+)
+def test_dense_layers_biases_and_an_odd_untied_vocabulary_are_cut_too(
+    tmp_path: Path, tp: int, dp: int, dense_layers: list[int]
+) -> None:
+    """Also a model without any experts, whose DP ranks have nothing to wait for."""
+    save_tiny(
+        tmp_path,
+        num_hidden_layers=2,
+        mlp_only_layers=dense_layers,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        vocab_size=131,
+    )
+    config = replace(DEVICE, model=str(tmp_path), attention_backend="auto", page_size=0)
+    prompts = [tuple((5 * i + 3 * j) % 130 + 1 for j in range(20)) for i in range(3)]
+    scored = SamplingParams(max_tokens=30, temperature=0.0, num_logprobs=2, ignore_eos=True)
+
+    async def run(config: EngineConfig) -> list[list[TokenEvent]]:
+        async with serving(config) as client:
+            wanted = [collect(client, Request(str(i), p, scored)) for i, p in enumerate(prompts)]
+            return list(await asyncio.wait_for(asyncio.gather(*wanted), 60))
+
+    parallel = replace(
+        config, tensor_parallel_size=tp, data_parallel_size=dp, has_expert_parallel=dp > 1
+    )
+    assert_same_scores(asyncio.run(run(parallel)), asyncio.run(run(config)))
 
 
 @pytest.mark.slow
