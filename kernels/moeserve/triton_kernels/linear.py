@@ -1,7 +1,7 @@
 """Dense projections whose bits do not depend on how many rows there are.
 
 Receives x [T, K] and a weight [N, K]; returns [T, N]. A library picks another algorithm for another
-T; this is what deterministic mode uses in its place. float32 sums in ascending K blocks, never split.
+T; this is what deterministic mode uses in its place. float32 sums in ascending K blocks, unsplit.
 The weights fill the M side of the instruction, tokens its N side: a larger T lets more tokens share
 an instruction and changes no element's chain of sums (tested bit for bit on a GPU).
 """
