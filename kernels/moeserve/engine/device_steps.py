@@ -20,10 +20,10 @@ from torch import Tensor
 from moeserve.engine.batch import ForwardBatch, SharedStep, host_batch, logits_rows
 from moeserve.engine.scheduler import StepPlan
 from moeserve.layers.attention_triton import (
-    SharedPrefix,
     TritonPagedAttention,
     TritonPlan,
     find_shared_prefix,
+    no_shared_prefix,
 )
 from moeserve.layers.step_inputs import SampledRows, StepSizes, StepViews, pack
 from moeserve.runner.compile_ahead import compile_ahead
@@ -75,7 +75,7 @@ class DeviceStep:
     owner: DeviceSteps
 
     def take(self, chosen: Sampled) -> None:
-        """See `Step.take`."""
+        """See `Step.take`; waits, so that no more steps are in flight than there are stages."""
         if self.event is not None:
             self.event.synchronize()
         self.owner.set_last_tokens(self.rows, chosen.tokens)
@@ -159,8 +159,7 @@ class DeviceSteps:
         """Enqueue a step; returns before it has run.
 
         Args:
-            plan: Who runs. Token ids of -1 - r stand for the token that the step before chose for
-                row r of the block table.
+            plan: Who runs. A token id of -1 - r is what the step before chose for row r.
             block_table: [max_num_seqs, P] int32 of the scheduler.
             shared_step: What the DP ranks that share experts run.
         """
@@ -172,11 +171,9 @@ class DeviceSteps:
         else:
             sizes = StepSizes(size, size, size)
             self.num_padding_rows += size - len(rows)
-        shared = find_shared_prefix(host)
-        if shared_step is not None:
-            # A prefix taken apart wants a graph of its own, captured when it is first met: a run
-            # with collectives that other DP ranks would know nothing of.
-            shared = SharedPrefix(0, 0, np.zeros(host.num_decodes, dtype=np.int32))
+        # A prefix taken apart wants a graph of its own, captured when it is first met: a run with
+        # collectives that other DP ranks would know nothing of.
+        shared = find_shared_prefix(host) if shared_step is None else no_shared_prefix(host)
         stage = self._count % _NUM_STAGES
         self._count += 1
         places = np.array([seq.row for seq in rows], dtype=np.int32)
@@ -186,7 +183,7 @@ class DeviceSteps:
         self._numbers[:used].copy_(self._stages[stage][:used], non_blocking=True)
         hidden = None
         if size is None:
-            counts = shared_step.num_tokens if shared_step is not None else None
+            counts = shared_step.num_tokens if shared_step else None
             hidden = self._eager(sizes, shared.num_tokens > 0, dp_num_tokens=counts)
         else:
             self._replay(size, shared.num_tokens > 0)
@@ -203,8 +200,7 @@ class DeviceSteps:
     def idle(self, shared: SharedStep) -> None:
         """See `Steps.idle`."""
         size = self._graph_size(StepPlan([], []), shared)
-        counts = shared.num_tokens if size is None else (size,) * len(shared.num_tokens)
-        self.runner.idle(counts)
+        self.runner.idle(shared.num_tokens if size is None else (size,) * len(shared.num_tokens))
 
     def num_nan_rows(self) -> int:
         """See `Steps.num_nan_rows`."""
@@ -268,8 +264,7 @@ class DeviceSteps:
         dp_num_tokens: tuple[int, ...] | None = None,
     ) -> Tensor:
         """One pass over the step's numbers; leaves logits and tokens in their buffers."""
-        dp_size = self.runner.parallel.dp_size
-        if dp_num_tokens is None and dp_size > 1:
+        if dp_num_tokens is None and (dp_size := self.runner.parallel.dp_size) > 1:
             # In a graph, or before serving: every rank has as many.
             dp_num_tokens = (sizes.num_tokens,) * dp_size
         batch, attention = self._batch(sizes, has_shared, dp_num_tokens)

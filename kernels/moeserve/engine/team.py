@@ -14,9 +14,6 @@ Processes and sockets are made in `ranks.py`.
 
 from __future__ import annotations
 
-import queue
-import socket
-import threading
 import zlib
 from array import array
 from collections import deque
@@ -25,8 +22,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from moeserve.engine.batch import SharedStep
 from moeserve.engine.board import Board
+from moeserve.engine.link import Inbox, Link, LinkLost
 from moeserve.engine.profiling import can_profile, profile
-from moeserve.engine.wire import Message, Unpacker, pack, receive
+from moeserve.engine.wire import Message
 from moeserve.parallel import Place
 from moeserve.runner.sampler import Sampled
 
@@ -35,67 +33,9 @@ if TYPE_CHECKING:
     from moeserve.engine.host_steps import Step
     from moeserve.engine.scheduler import StepPlan
 
-Inbox = queue.SimpleQueue[Message]
-
-
-class LinkLost(Exception):
-    """The process at the other end of a socket is gone."""
-
 
 class Ended(Exception):
     """The front ended the server while this rank waited for others."""
-
-
-class Link:
-    """Messages with one other process; safe to send on from several threads."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._unpacker = Unpacker()
-        self._arrived: deque[Message] = deque()
-        self._lock = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Send one message.
-
-        Raises:
-            LinkLost: Nobody is there.
-        """
-        try:
-            with self._lock:
-                self._sock.sendall(pack(message))
-        except OSError as error:
-            raise LinkLost(str(error)) from None
-
-    def receive(self) -> Message:
-        """Wait for the next message.
-
-        Raises:
-            LinkLost: Nobody is there.
-        """
-        if not self._arrived:
-            messages = receive(self._sock, self._unpacker)
-            if messages is None:
-                raise LinkLost("the other end is closed")
-            self._arrived.extend(messages)
-        return self._arrived.popleft()
-
-    def read_into(self, inbox: Inbox, at_end: Message | None = None) -> None:
-        """Put every message into a queue from now on, in a thread of its own.
-
-        Args:
-            inbox: The queue.
-            at_end: Put there once the other end is gone.
-        """
-
-        def read() -> None:
-            while (messages := receive(self._sock, self._unpacker)) is not None:
-                for message in messages:
-                    inbox.put(message)
-            if at_end is not None:
-                inbox.put(at_end)
-
-        threading.Thread(target=read, daemon=True).start()
 
 
 class Team(Protocol):

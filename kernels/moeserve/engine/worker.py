@@ -49,7 +49,7 @@ def main(fd: int, started_at: float) -> None:
     config, other_fds = rest
     if config.num_ranks > 1:
         from moeserve.engine import ranks
-        from moeserve.engine.team import Link
+        from moeserve.engine.link import Link
 
         ranks.run_first(config, Link(sock), inbox, other_fds, started_at)
         return

@@ -200,6 +200,11 @@ class TritonPagedAttention:
         )
 
 
+def no_shared_prefix(host: HostBatch) -> SharedPrefix:
+    """Nothing is taken apart."""
+    return SharedPrefix(0, 0, np.zeros(host.num_decodes, dtype=np.int32))
+
+
 def find_shared_prefix(host: HostBatch) -> SharedPrefix:
     """The leading pages whose single reading saves most, over the decoding sequences.
 
@@ -207,7 +212,7 @@ def find_shared_prefix(host: HostBatch) -> SharedPrefix:
     it has it most of the time.
     """
     B, page_size = host.num_decodes, host.page_size
-    none = SharedPrefix(0, 0, np.zeros(B, dtype=np.int32))
+    none = no_shared_prefix(host)
     if B < MIN_SHARED_SEQS:
         return none
     line = B // 2
