@@ -43,18 +43,22 @@ static void reset(State *s, int64_t D) {
 INLINE void page_for(const float *page, int64_t D, float scale, const float *const *q,
                      State *const *states, const int64_t *seen, const int n) {
     const float *values = page + D * PAGE;
-    vec scores[BLOCK_QUERIES];
+    /* Two sums each, over even and odd d: one alone waits for its own last addition. */
+    vec scores[BLOCK_QUERIES], odd[BLOCK_QUERIES];
     float probs[BLOCK_QUERIES][PAGE];
 #pragma GCC unroll 8
-    for (int i = 0; i < n; i++) scores[i] = splat(0.0f);
-    for (int64_t d = 0; d < D; d++) {
-        const vec keys = load(page + d * PAGE);
+    for (int i = 0; i < n; i++) scores[i] = odd[i] = splat(0.0f);
+    for (int64_t d = 0; d < D; d += 2) {
+        const vec keys = load(page + d * PAGE), next = load(page + (d + 1) * PAGE);
 #pragma GCC unroll 8
-        for (int i = 0; i < n; i++) scores[i] += keys * q[i][d];
+        for (int i = 0; i < n; i++) {
+            scores[i] += keys * q[i][d];
+            odd[i] += next * q[i][d + 1];
+        }
     }
     for (int i = 0; i < n; i++) {
         State *s = states[i];
-        vec score = scores[i] * scale;
+        vec score = (scores[i] + odd[i]) * scale;
         if (seen[i] < PAGE)
             for (int64_t t = seen[i]; t < PAGE; t++) score[t] = -INFINITY;
         const float most = largest(score);
@@ -80,6 +84,10 @@ INLINE void page_for(const float *page, int64_t D, float scale, const float *con
 #pragma GCC unroll 8
         for (int i = 0; i < n; i++) store(states[i]->out + d, out[i]);
     }
+}
+
+INLINE void fetch_ahead(const float *from, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) __builtin_prefetch(from + i);
 }
 
 static void page_for_some(const float *page, int64_t D, float scale, const float *const *q,
@@ -153,6 +161,9 @@ static void sequence(const float *qkv, const Step *step, const Shape *shape, con
         /* Rows come in order: the last query of the block sees most, the first one least. */
         for (int64_t p = first; p * PAGE < limit[n - 1]; p++) {
             int skip = 0;
+            /* Pages lie anywhere, so the processor does not foresee the next one. */
+            if ((p + 1) * PAGE < limit[n - 1])
+                fetch_ahead(pages + (int64_t)table[p + 1] * 2 * D * PAGE, 2 * D * PAGE);
             for (int i = 0; i < n; i++) {
                 seen[i] = limit[i] - p * PAGE;
                 if (seen[i] <= 0) skip = i + 1;
