@@ -160,3 +160,18 @@ def test_log_probabilities_are_of_raw_logits_with_rank_and_best() -> None:
 def test_more_log_probabilities_than_tokens_are_all_of_them() -> None:
     scores = score_tokens(logits(1), [3], V + 10)
     assert len(scores.top_ids[0]) == V
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1e6])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_is_no_fault_of_the_model(
+    penalty: float, temperature: float
+) -> None:
+    x = logits(2)
+    x[0, 1] = 30.0
+    rows = [row(repetition_penalty=penalty, temperature=temperature, seed=1)] * 2
+    got = sample(x, rows)
+    assert got.bad_rows == frozenset()
+    assert all(0 <= token < V for token in got.tokens)
+    if penalty < 1:
+        assert got.tokens[0] == 1  # raised beyond every other token

@@ -139,7 +139,10 @@ def _adjust(row_logits: Tensor, row: Sequence) -> None:
         where = torch.from_numpy(seen).to(row_logits.device)
         penalty = sampling.repetition_penalty
         punished = torch.where(row_logits > 0, row_logits / penalty, row_logits * penalty)
-        row_logits.copy_(torch.where(where, punished, row_logits))
+        # A penalty next to zero overflows; that is the request's doing and not the model's fault.
+        largest = torch.finfo(row_logits.dtype).max
+        punished.clamp_(-largest, largest)
+        row_logits.copy_(torch.where(where & row_logits.isfinite(), punished, row_logits))
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = torch.from_numpy(_counts(row, len(row_logits))).to(row_logits.device)
         row_logits.sub_(counts * sampling.frequency_penalty)
