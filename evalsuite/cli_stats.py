@@ -79,13 +79,14 @@ def baseline_save(
         job: The job as its file says now; its settings become the baseline's identity.
         run_dir: Folder of the run.
         root: The `baselines/` folder.
-        model_revision: Revision or hash of the weights.
+        model_revision: Revision or hash of the weights, "" for what the run saw.
         replay_with: With it a server is started and every answer is teacher-forced twice, so
             that the baseline holds log-probabilities and their noise.
     """
     done = finished_job(run_dir, job.id)
+    revision = model_revision or str(done.verdict.detail.get("model_revision", ""))
     made = make_baseline(
-        identity_of(job.config, done.result, model_revision),
+        identity_of(job.config, done.result, revision),
         done.result,
         done.records,
         engine=done.verdict.engine,

@@ -127,6 +127,7 @@ def _undecided(
         engine=context.engine,
         duration_s=context.duration_s,
         startup_s=context.startup_s,
+        detail={"model_revision": context.model_revision} if context.model_revision else {},
     )
 
 
@@ -188,6 +189,7 @@ def _ended_early(verdict: Verdict, result: EvalResult) -> Verdict:
             "baseline; --no-early-end asks all of them",
         ),
         detail={
+            **verdict.detail,
             "ended_early": True,
             "num_asked": result.num_answered,
             "accuracy_bounds": list(result.accuracy_bounds),
@@ -275,10 +277,7 @@ def _with_numbers(
     low, high = result.accuracy_bounds
     stderr = binomial_se(low, n)
     floor = round(job.config.effective_floor, 12)
-    interval = (
-        wilson_interval(round(low * n), n)[0],
-        wilson_interval(round(high * n), n)[1],
-    )
+    interval = (wilson_interval(round(low * n), n)[0], wilson_interval(round(high * n), n)[1])
     return replace(
         verdict,
         status=outcome.status,
@@ -292,6 +291,7 @@ def _with_numbers(
         power=outcome.power,
         p_value=outcome.p_value,
         detail={
+            **verdict.detail,
             **outcome.detail,
             "accuracy_bounds": [low, high],
             "model_name": job.config.model_name,

@@ -29,6 +29,7 @@ from evalsuite.evidence import BackendEvidence
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.jobs import EvalJob
 from evalsuite.judge import RunContext, floor_of, judge, needs_repeat
+from evalsuite.model_revision import model_revision
 from evalsuite.progress import Display
 from evalsuite.run_folder import RunFolder
 from evalsuite.run_options import RunOptions, reproduce
@@ -104,7 +105,11 @@ def run(job: EvalJob, this: Run) -> Verdict:
             if reason := engine.unavailable_reason(job):
                 raise ServerError(f"start: {reason}")
             server, is_new = _acquire(job, engine, this)
-            context = replace(context, startup_s=server.startup_s if is_new else 0.0)
+            context = replace(
+                context,
+                startup_s=server.startup_s if is_new else 0.0,
+                model_revision=model_revision(job.config, this.options.environ),
+            )
             before = _drafts(job, server)
             result = _evaluate(job, server, this, context)
             if not server.is_alive:
