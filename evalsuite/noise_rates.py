@@ -1,12 +1,11 @@
 """What the gates and the replay make of runs of one unchanged build, and of faults beside them.
 
-Receives runs that `noise_runs.py` made, returns rates; the page of them is `noise_study.py`.
+Receives runs that `noise_measure.py` made, returns rates; the page of them is `noise_study.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from evalsuite.gates.absolute import Floor, false_alarm_rate, statistical_gate, threshold_gate
 from evalsuite.gates.base import Counts, GateOutcome
 from evalsuite.gates.paired import PairedPlan, paired_gate
-from evalsuite.noise_runs import NoiseRun, fault_path
+from evalsuite.noise_runs import NoiseRun, load_variant
 from evalsuite.replay import ReplayLimits, compare_logprobs, noise_between
 from evalsuite.stats.noise import measure_noise, tolerance_for
 from evalsuite.verdict import Status
@@ -143,10 +142,9 @@ def replays(runs: Sequence[NoiseRun], folder: Path) -> Replays:
     if len(scored) > 1:
         noise = noise_between(scored[0], scored[1])
         for fault in FAULTS:
-            path = fault_path(folder, fault)
-            if path.is_file():
-                kept = json.loads(path.read_text(encoding="utf-8"))["logprobs"]
-                faulty = dict(enumerate(kept))
+            measured = load_variant(folder, fault)
+            if measured is not None:
+                faulty = dict(enumerate(measured.replays[0]))
                 one = compare_logprobs(scored[0], faulty, limits, noise)
                 ratio = _ratio(noise_between(scored[0], faulty), noise)
                 found.append((fault, one.status.value, one.mean_shift, one.spread, ratio))

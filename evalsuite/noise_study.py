@@ -1,9 +1,8 @@
 """False alarms on real runs that differ by rounding alone: `python -m evalsuite.noise_study`.
 
-Receives the folder that `noise_runs.py` fills (and fills it further where `--runs` asks for more),
-asks the gates about pairs of runs of the one, unchanged model, replays its answers against itself
-and against faults, and replaces the text between two marks of a Markdown page. Error rates on
-made-up draws are `simulate.py`.
+Receives the folder that `noise_measure.py` fills; asks the gates about pairs of runs of the one,
+unchanged model, replays its answers against itself and against faults, and replaces the text
+between two marks of a Markdown page. Error rates on made-up draws are `simulate.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pathlib import Path
 from statistics import mean
 
 from evalsuite.files import write_text
-from evalsuite.noise_rates import FAULTS, Rate, clopper_pearson, false_alarms, replays
-from evalsuite.noise_runs import DITHER, NoiseRun, RunPlan, load_runs, measure, measure_faults
+from evalsuite.noise_rates import Rate, clopper_pearson, false_alarms, replays
+from evalsuite.noise_runs import NoiseRun, load_runs
 from evalsuite.replay import NEAR_TIE_NATS, ReplayLimits
 from evalsuite.report.markdown import table
 from evalsuite.stats.noise import Noise, measure_noise
@@ -57,7 +56,7 @@ def _about(runs: Sequence[NoiseRun], noise: Noise, command: str) -> str:
     full = [run for run in runs if run.num_asked == len(run.right)]
     base = runs[0]
     asked_later = {run.num_asked for run in runs if run.num_asked < len(run.right)}
-    late = max((base.margins[s.index] for run in full for s in run.splits), default=0.0)
+    late = max((base.least_margin(s.index) for run in full for s in run.splits), default=0.0)
     changed = mean(len(run.splits) for run in full[1:]) if len(full) > 1 else 0.0
     minutes = sum(run.seconds for run in runs) / 60
     cpu = mean(run.cpu_seconds for run in full)
@@ -133,41 +132,20 @@ def _replay_text(runs: Sequence[NoiseRun], folder: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make the runs that are missing, and the section."""
+    """Write the section, or print it."""
     parser = argparse.ArgumentParser(prog="python -m evalsuite.noise_study", description=__doc__)
     add = parser.add_argument
     add("--work", type=Path, required=True, help="folder of the runs")
-    add("--runs", type=int, default=0, help="make runs up to this number; 0 makes none")
-    add("--full", type=int, default=100, help="runs that ask every question")
-    add("--margin-cut", type=float, default=2.0, help="later runs ask what lies below it")
-    add("--questions", type=int, default=1319)
-    add("--dither", type=float, default=DITHER, help="0 for the processor's own rounding alone")
-    add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--threads", type=int, default=1)
     add("--draws", type=int, default=3000, help="pairs a row")
     add("--seed", type=int, default=1)
     add("--out", type=Path, help="page with the two marks; else standard output")
     args = parser.parse_args(argv)
-    if args.runs:
-        import torch
-
-        torch.set_num_threads(args.threads)
-        plan = RunPlan(
-            args.work,
-            args.questions,
-            dither=args.dither,
-            num_full=args.full,
-            margin_cut=args.margin_cut,
-            device=args.device,
-        )
-        measure(plan, args.runs)
-        if args.device == "cpu":
-            measure_faults(plan, FAULTS)
     if len(load_runs(args.work)) < 3:
-        parser.error(f"{args.work}: three runs or more are needed; make them with --runs")
+        parser.error(
+            f"{args.work}: three runs or more are needed; python -m evalsuite.noise_measure makes them"
+        )
     command = (
-        f"python -m evalsuite.noise_study --work build/noise --runs {len(load_runs(args.work))} "
-        f"--full {args.full} --margin-cut {args.margin_cut:g} --draws {args.draws} "
+        f"python -m evalsuite.noise_study --work build/noise --draws {args.draws} "
         "--out docs/verdicts.md"
     )
     section = render(args.work, args.draws, args.seed, command)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from evalsuite.noise_measure import measure, measure_variants
 from evalsuite.noise_rates import clopper_pearson, false_alarms, replays
-from evalsuite.noise_runs import RunPlan, load_runs, measure, measure_faults
+from evalsuite.noise_runs import RunPlan, load_runs
 from evalsuite.noise_study import BEGIN, END, main
 from evalsuite.verdict import Status
 
@@ -93,7 +94,7 @@ def test_the_model_itself(tmp_path: Path) -> None:
     runs = load_runs(plan.folder)
     assert [run.num_asked == 40 for run in runs[:3]] == [True, True, False]
     assert all(0.8 < sum(run.right) / 40 <= 1.0 for run in runs)
-    measure_faults(plan, ["slots-dropped:1", "noise:0.1"])
+    measure_variants(plan, [(0, "slots-dropped:1"), (1, "noise:0.1")])
     found = replays(runs, plan.folder)
     assert found.num_clean == 24  # ordered choices of three of the four replayed runs
     assert found.failed == 0

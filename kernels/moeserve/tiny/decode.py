@@ -106,11 +106,11 @@ def greedy_replies(
         batch.run()
         found += batch.found
         counts += batch.counts.cpu()
-    cut = [_cut(tokenizer, ids, margins) for ids, margins in found]
+    parts = [cut(tokenizer, ids, margins) for ids, margins in found]
     return Replies(
-        [text for text, _, _ in cut],
-        [ids for _, ids, _ in cut],
-        [margins for _, _, margins in cut],
+        [text for text, _, _ in parts],
+        [ids for _, ids, _ in parts],
+        [margins for _, _, margins in parts],
         counts,
         [len(prefix.ids) + len(ids) for ids in questions],
     )
@@ -200,7 +200,7 @@ class _Decoding:
         return logits
 
 
-def _cut(
+def cut(
     tokenizer: Tokenizer, ids: list[int], margins: list[float]
 ) -> tuple[str, list[int], list[float]]:
     """Cut a reply before the stop string."""

@@ -190,7 +190,7 @@ class FaultyExperts(Backend):
         num_tokens, top_k = ids.shape
         drawn = torch.rand(num_tokens, num_experts, generator=self._random).topk(top_k).indices
         is_hit = torch.rand(num_tokens, 1, generator=self._random) < self.fault.dose
-        return torch.where(is_hit, drawn.to(ids.dtype), ids)
+        return torch.where(is_hit.to(ids.device), drawn.to(ids), ids)
 
 
 def wrong_experts(layer: int, num_experts: int, count: int) -> list[int]:
@@ -236,7 +236,8 @@ def spoiled(w13: Tensor, w2: Tensor, fault: Fault, layer: int) -> tuple[Tensor, 
 
 def noisy(weight: Tensor, dose: float, generator: torch.Generator) -> Tensor:
     """Add normal noise of `dose` times the root mean square of the whole tensor."""
-    noise = torch.randn(weight.shape, generator=generator)
+    # Drawn on the CPU, so that every device has the same fault.
+    noise = torch.randn(weight.shape, generator=generator).to(weight.device)
     scale = dose * float(weight.float().pow(2).mean().sqrt())
     return (weight.float() + scale * noise).to(weight.dtype)
 
@@ -252,7 +253,7 @@ def without_rows(ids: Tensor, tile_rows: int) -> Tensor:
     groups, order = flat.sort(stable=True)
     counts = torch.bincount(groups.clamp_min(0))
     starts = counts.cumsum(0) - counts
-    row = torch.arange(len(flat)) - starts[groups.clamp_min(0).long()]
+    row = torch.arange(len(flat), device=flat.device) - starts[groups.clamp_min(0).long()]
     flat[order[row % tile_rows == tile_rows - 1]] = -1
     return flat.view_as(ids)
 
@@ -282,7 +283,8 @@ def narrow_experts(
 
 def narrow_product(x: Tensor, weight: Tensor, block: int) -> Tensor:
     """X [n, m] times weight [k, m] transposed, the sum rounded to bf16 after every block."""
-    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.bfloat16)
+    shape = (x.shape[0], weight.shape[0])
+    total = torch.zeros(shape, dtype=torch.bfloat16, device=x.device)
     for at in range(0, x.shape[1], block):
         part = x[:, at : at + block].float() @ weight[:, at : at + block].float().T
         total = (total.float() + part).to(torch.bfloat16)

@@ -1,0 +1,84 @@
+"""The embedded model in large batches on a CPU, without a server: one side of the noise study.
+
+Receives what to vary; returns greedy replies, or the log-probabilities of given ones. Other batches
+change no bit here in bfloat16, so that the output of every MoE layer can be dithered: rounded up or
+down at random, as sums in another order would be on a GPU. On a GPU it is `noise_engine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from evalsuite.noise_runs import NUM_SHOTS, Reply, Score
+from moeserve.moe.backends.cpu import CpuExperts
+from moeserve.tiny import model_dir
+from moeserve.tiny.checkpoint import load_model
+from moeserve.tiny.decode import greedy_replies, reply_logprobs, run_prefix
+from moeserve.tiny.faults import FaultyExperts, parse_fault
+from moeserve.tiny.layered import with_backend
+from moeserve.tiny.measure import machine
+from moeserve.tiny.minigsm import load_split
+
+# Questions decoded at a time, run by run: a server's batch under different loads. The largest is
+# what two gigabytes of scores allow during a prefill.
+BATCH_SIZES = (330, 256, 192, 128)
+REPLAY_SIZES = (16, 24, 12, 20)
+
+
+class CpuModel:
+    """The model with the server's router, dispatch and `cpu` backend in place of its experts."""
+
+    def __init__(self, variant: str, num_questions: int, dtype: str, dither: float) -> None:
+        """Load it.
+
+        Args:
+            variant: "clean" or a fault ("noise:0.03").
+            num_questions: Of the test questions, from the first.
+            dtype: "bfloat16" or "float32".
+            dither: Largest relative change of an output of a MoE layer; 0 for none.
+        """
+        self.questions = load_split("test")[:num_questions]
+        self.shots = load_split("train")[:NUM_SHOTS]
+        self.model, self.tokenizer = load_model(model_dir(), getattr(torch, dtype))
+        experts = CpuExperts()
+        is_fault = variant != "clean"
+        with_backend(
+            self.model, FaultyExperts(experts, parse_fault(variant)) if is_fault else experts
+        )
+        self.dither = dither
+        self.generator = torch.Generator()
+        self.machine = f"{machine()}, {dtype}"
+        if dither:
+            for name, module in self.model.named_modules():
+                if name.endswith(".moe"):
+                    module.register_forward_hook(self._dithered)
+
+    def _dithered(self, _: object, __: object, out: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(out.shape, generator=self.generator)
+        return (out.float() * (1 + self.dither * (2 * drawn - 1))).to(out.dtype)
+
+    def ask(self, order: Sequence[int], number: int) -> dict[int, Reply]:
+        """Answer questions greedily, in this order; the number seeds the dither."""
+        self.generator.manual_seed(number)
+        asked = [self.questions[index] for index in order]
+        size = BATCH_SIZES[number % len(BATCH_SIZES)]
+        found = greedy_replies(self.model, self.tokenizer, self.shots, asked, size)
+        rows = zip(order, found.token_ids, found.texts, found.margins, strict=True)
+        return {index: Reply(ids, text, margins) for index, ids, text, margins in rows}
+
+    def score(self, replies: Mapping[int, Sequence[int]], number: int) -> dict[int, Score]:
+        """Teacher-force replies, in batches of this run's own size."""
+        self.generator.manual_seed(10_000 + number)
+        prefix = run_prefix(self.model, self.tokenizer, self.shots)
+        order = list(replies)
+        scores = reply_logprobs(
+            self.model,
+            self.tokenizer,
+            prefix,
+            [self.questions[index] for index in order],
+            [replies[index] for index in order],
+            REPLAY_SIZES[number % len(REPLAY_SIZES)],
+        )
+        return {index: Score(row) for index, row in zip(order, scores, strict=True)}
