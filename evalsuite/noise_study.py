@@ -141,9 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, help="page with the two marks; else standard output")
     args = parser.parse_args(argv)
     if len(load_runs(args.work)) < 3:
-        parser.error(
-            f"{args.work}: three runs or more are needed; python -m evalsuite.noise_measure makes them"
-        )
+        parser.error(f"{args.work}: three runs or more are needed; make them with noise_measure")
     command = (
         f"python -m evalsuite.noise_study --work build/noise --draws {args.draws} "
         "--out docs/verdicts.md"
