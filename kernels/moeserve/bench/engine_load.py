@@ -9,19 +9,13 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field, replace
-from random import Random
 
+from moeserve.bench.serve_shape import NUM_GSM8K, gsm8k_shaped, random_ids
 from moeserve.engine.engine import Engine
 from moeserve.engine.events import StepOutput
 from moeserve.engine.request import Request, SamplingParams
 from moeserve.errors import UsageError
 
-# Random ids come from here where the vocabulary is large enough: no special tokens.
-ID_RANGE = (1000, 150_000)
-# GSM8K with five shots: 1,860 characters that all prompts begin with, then a question.
-NUM_GSM8K = 1319
-SHOTS_LEN = 650
-QUESTION_LEN = (60, 100)
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
 
@@ -140,23 +134,12 @@ def read_load(word: str) -> Load:
     return Load(word, num_requests, input_len, output_len, max_open, tag=word)
 
 
-def random_ids(count: int, seed: object, vocab_size: int) -> tuple[int, ...]:
-    """Token ids that depend on the seed's text and the vocabulary alone."""
-    low, high = min(ID_RANGE[0], vocab_size // 8), min(ID_RANGE[1], vocab_size)
-    return tuple(Random(str(seed)).choices(range(low, high), k=count))
-
-
 def make_prompts(load: Load, vocab_size: int) -> list[tuple[int, ...]]:
     """The prompts of a load, the same in every run."""
     count = load.num_requests
     if load.input_len:
         return [random_ids(load.input_len, (load.tag, i), vocab_size) for i in range(count)]
-    shots = random_ids(SHOTS_LEN, "prefix", vocab_size)
-    lengths = Random(load.tag)
-    return [
-        shots + random_ids(lengths.randint(*QUESTION_LEN), ("q", i), vocab_size)
-        for i in range(count)
-    ]
+    return gsm8k_shaped(count, load.tag, vocab_size)
 
 
 def greedy_request(name: str, prompt: tuple[int, ...], num_tokens: int) -> Request:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moeserve.bench.engine_load import greedy_request, random_ids
+from moeserve.bench.engine_load import greedy_request
+from moeserve.bench.serve_shape import random_ids
 from moeserve.moe.routing import route
 
 if TYPE_CHECKING:
@@ -143,10 +144,10 @@ class _Watched:
         return getattr(self.kernel, name)
 
     def __call__(
-        self, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any, **how: Any
+    ) -> object:
         self.counts.append(torch.unique(route(logits, self.routing, bias).ids).numel())
-        return self.kernel(x, logits, bias, *rest)
+        return self.kernel(x, logits, bias, *rest, **how)
 
 
 def fits(engine: Engine, batch: Batch) -> bool:

@@ -151,7 +151,7 @@ async def _load_options(options: argparse.Namespace, target: Target) -> LoadOpti
     if options.tokenizer:
         tokenizer = load_tokenizer(Path(options.tokenizer))
         vocab_size = vocab_size or len(tokenizer.table)
-    if not vocab_size and options.dataset == "random":
+    if not vocab_size and options.dataset in ("random", "gsm8k-shaped"):
         info = await _get(target, "/tokenizer_info")
         known = info.get("vocab_size") if isinstance(info, dict) else None
         vocab_size = known if isinstance(known, int) else _SAFE_VOCAB

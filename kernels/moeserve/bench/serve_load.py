@@ -1,4 +1,4 @@
-"""The prompts of a serving benchmark: random ids of exact length, or GSM8K-shaped questions.
+"""The prompts of a serving benchmark: random ids of exact length, or questions with shots.
 
 Receives the options of `moeserve bench serve`; returns one `Ask` a request, the same ones for every
 server that is measured. Sending them is `serve_client.py`.
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from moeserve.bench.serve_shape import gsm8k_shaped
 from moeserve.errors import UsageError
 from moeserve.server.tokenizer import Tokenizer
 from moeserve.tiny.minigsm import SPLIT_SEEDS, Example, generate, load_split
 
 # Of the field's GSM8K script: shots are the first rows of train, and these end an answer.
 _STOPS = ("Question", "Assistant:", "<|separator|>")
-DATASETS = ("random", "gsm8k", "minigsm")
+DATASETS = ("random", "gsm8k", "minigsm", "gsm8k-shaped")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ def make_load(options: LoadOptions) -> list[Ask]:
     """
     if options.dataset == "random":
         return list(_random(options))
+    if options.dataset == "gsm8k-shaped":
+        prompts = gsm8k_shaped(options.num_prompts, f"gsm{options.seed}", options.vocab_size)
+        return [Ask(list(prompt), options.output_len) for prompt in prompts]
     train, test = _rows(options)
     shots = "".join(
         f"Question: {row['question']}\nAnswer: {row['answer']}\n\n"
