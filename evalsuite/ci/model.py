@@ -95,7 +95,8 @@ class Pipeline:
     """Steps that start together.
 
     Attributes:
-        name: "ci" (every change, no GPU) or "nightly" (every pool, by the clock).
+        name: "ci" (every change, no GPU), "nightly" (every pool, by the clock) or "changes"
+            (of the nightly, what a pull request touches).
         title: What people read.
         steps: In the order of the file; at least one.
     """

@@ -1,4 +1,4 @@
-"""Lists -> jobs -> shards -> steps: what the two pipelines of a repository hold.
+"""Lists -> jobs -> shards -> steps: what the pipelines of a repository hold.
 
 Receives a `PlanRequest`, returns `Pipeline`s. What a step is, and its limits, is `model.py`;
 how shards are cut is `evalsuite/shards.py`, so that a step's limit is that of the jobs which the
@@ -14,6 +14,14 @@ from pathlib import Path, PurePosixPath
 
 from evalsuite import shards
 from evalsuite.ci.model import Pipeline, Step, run_limit_s, step_key, timeout_minutes
+from evalsuite.ci.steps_cpu import (
+    RESULTS,
+    check_steps,
+    cpu_pool,
+    install_commands,
+    nothing_to_do,
+    select_step,
+)
 from evalsuite.errors import ConfigError
 from evalsuite.hardware import Hardware, Pool, load_hardware
 from evalsuite.jobs import EvalJob, Selection, load_jobs
@@ -21,9 +29,8 @@ from evalsuite.lists import configs_root, hardware_file, list_files, resolve_lis
 from evalsuite.machine import Machine
 from evalsuite.verdict import EXIT_ACCURACY
 
-PIPELINES = ("ci", "nightly")
+PIPELINES = ("ci", "nightly", "changes")
 DURATIONS_FILE = "durations.json"
-RESULTS = "results"
 # What a run of this repository installs; torch and the libraries of a GPU image are kept.
 _EXTRAS = {"nvidia": "server,cuda,lm-eval", "amd": "server,lm-eval"}
 # What `evalsuite data get` fetches; a task that reads one of them bears its name in front.
@@ -43,6 +50,7 @@ class PlanRequest:
         is_accuracy_soft: Whether a missed threshold is shown without failing the pipeline.
         pipelines: Which pipelines.
         only: Job ids to keep, None for all.
+        select_args: Options by which `ci select` makes the same steps again.
     """
 
     configs: tuple[str, ...] = ()
@@ -53,6 +61,7 @@ class PlanRequest:
     is_accuracy_soft: bool = False
     pipelines: tuple[str, ...] = PIPELINES
     only: Collection[str] | None = None
+    select_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,10 +142,10 @@ def pipelines(request: PlanRequest) -> list[Pipeline]:
         if name not in PIPELINES:
             raise ConfigError(f"--pipeline {name!r}; known: {', '.join(PIPELINES)}")
     root = request.root or configs_root()
-    cpu = _cpu_pool(load_hardware(hardware_file(root)))
+    cpu = cpu_pool(load_hardware(hardware_file(root)))
     built = []
     if "ci" in request.pipelines:
-        built.append(Pipeline("ci", "Checks and tests", _cpu_steps(cpu)))
+        built.append(Pipeline("ci", "Checks and tests", check_steps(cpu)))
     if "nightly" in request.pipelines:
         steps = [
             step
@@ -144,39 +153,19 @@ def pipelines(request: PlanRequest) -> list[Pipeline]:
             for step in _steps_of(planned, request, root)
         ]
         title = "Accuracy, every pool" if request.only is None else "Accuracy, what was changed"
-        built.append(Pipeline("nightly", title, tuple(steps) or (_nothing_to_do(cpu),)))
+        built.append(Pipeline("nightly", title, tuple(steps) or (nothing_to_do(cpu),)))
+    if "changes" in request.pipelines:
+        # Read now, so that a fault of the lists is found here and not by a pull request.
+        planned_jobs(request.configs, root)
+        title = "Accuracy, what a change touches"
+        built.append(
+            Pipeline(
+                "changes",
+                title,
+                (select_step(cpu, request.setup, request.select_args, request.num_retries),),
+            )
+        )
     return built
-
-
-def _cpu_pool(hardware: Hardware) -> Pool:
-    for pool in hardware.pools.values():
-        if not pool.num_gpus:
-            return pool
-    raise ConfigError("hardware.yaml has no pool without a GPU for the checks (vendor: cpu)")
-
-
-def _cpu_steps(pool: Pool) -> tuple[Step, ...]:
-    """What any fork can run: no GPU, no secret, no model hub."""
-
-    def make(verb: str, label: str, **more: object) -> Step:
-        return Step(verb, label, pool, f"make {verb}", pool.timeout_minutes, **more)  # type: ignore[arg-type]
-
-    return (
-        make("check", "lint, types, configs, rendered pipelines"),
-        make("test", "tests"),
-        make(
-            "demo",
-            "YAML to verdict on a CPU",
-            artifact_paths=(f"{RESULTS}/**/*",),
-            summary=f"{RESULTS}/*/summary.md",
-        ),
-    )
-
-
-def _nothing_to_do(pool: Pool) -> Step:
-    """An explicit step, so that a change which touches no job is seen to have been looked at."""
-    command = "echo 'nothing to do: no job can have been changed'"
-    return Step("nothing-to-do", "nothing to do", pool, command, pool.timeout_minutes)
 
 
 def _steps_of(planned: Planned, request: PlanRequest, root: Path) -> list[Step]:
@@ -262,15 +251,10 @@ def _run_command(planned: Planned, which: Sequence[str], request: PlanRequest) -
 
 
 def _setup(jobs: Sequence[EvalJob], pool: Pool, request: PlanRequest) -> tuple[str, ...]:
-    extras = _EXTRAS.get(pool.vendor, "server")
-    own = (
-        "python3 -m venv --system-site-packages .venv",
-        f".venv/bin/python -m pip install -q -c constraints.txt -e '.[{extras}]'",
-        'export PATH="$PWD/.venv/bin:$PATH"',
-    )
+    install = request.setup or install_commands(f"[{_EXTRAS.get(pool.vendor, 'server')}]")
     tasks = {job.config.task for job in jobs}
     data = [name for name in _DATA_SETS if any(task.startswith(name) for task in tasks)]
-    return (*(request.setup or own), *(f"evalsuite data get {name}" for name in data))
+    return (*install, *(f"evalsuite data get {name}" for name in data))
 
 
 def _concurrency(pool: Pool) -> int | None:

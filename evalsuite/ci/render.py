@@ -77,6 +77,24 @@ def render(provider: str, pipeline: Pipeline, header: str) -> Rendered:
     return Rendered(path, text)
 
 
+def matrix(provider: str, pipeline: Pipeline) -> list[dict[str, object]]:
+    """Rows for a provider that makes jobs from data while it runs, by `<provider>.matrix.j2`.
+
+    Raises:
+        ConfigError: As `render`.
+    """
+    environment = _environment(provider)
+    for step in pipeline.steps:
+        _refuse_foreign(step)
+    name = f"{provider}.matrix.j2"
+    try:
+        text = environment.get_template(name).render(pipeline=pipeline)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"ci/providers/{name}: {error}") from error
+    rows: list[dict[str, object]] = json.loads(text)
+    return rows
+
+
 def _environment(provider: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),

@@ -157,8 +157,12 @@ def select_all(planned: Sequence[Planned], reason: str) -> list[Choice]:
 
 
 def _pipeline_files() -> list[str]:
-    """The rendered nightlies: who changes how jobs are run wants to see them run."""
-    return [output_path(provider, "nightly") for provider in providers()]
+    """What runs GPU jobs: who changes how jobs are run wants to see them run."""
+    return [
+        output_path(provider, pipeline)
+        for provider in providers()
+        for pipeline in ("nightly", "changes")
+    ]
 
 
 def _named(by_form: dict[str, str], top: Path, files: Iterable[tuple[Path, str]]) -> str:

@@ -53,7 +53,7 @@ def test_files_are_valid_by_the_providers_schema(provider: str, tmp_path: Path) 
                 path = tmp_path / f"{number}-{Path(item.path).name}"
                 path.write_text(item.text)
                 files.append(str(path))
-    assert len(files) == 6
+    assert len(files) == 9
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", SCHEMAS[provider]]
     done = subprocess.run([*check, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,10 +94,10 @@ def test_check_shows_the_difference_and_exits_with_4(
     assert cli.main([*options, "--check"]) == 4
     assert "(absent)" in capsys.readouterr().out
     assert cli.main(options) == 0
-    assert capsys.readouterr().out.count("wrote ") == 4
+    assert capsys.readouterr().out.count("wrote ") == 6
     assert cli.main([*options, "--check"]) == 0
     assert cli.main(options) == 0
-    assert "4 files are up to date" in capsys.readouterr().out
+    assert "6 files are up to date" in capsys.readouterr().out
     path = tmp_path / ".buildkite" / "nightly.yml"
     path.write_text(path.read_text().replace("exit_status: 75", "exit_status: '*'"))
     (tmp_path / "configs/suite/b.yaml").write_text((root / "suite/a.yaml").read_text())

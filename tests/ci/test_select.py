@@ -9,44 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ci_helpers import YAML, write_configs
+from ci_helpers import YAML, Repository, write_configs
 
 from evalsuite import cli
 from evalsuite.ci.select import DiffError, changed_paths, matches, shown
 
 ALL = {"suite/a", "suite/b", "suite/é", "other/c"}
-
-
-class Repository:
-    """A git repository with two suites; every change is a commit."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        write_configs(
-            root / "configs",
-            {"suite/config-h100.txt": ["a", "b", "é"], "other/config-b200.txt": ["c"]},
-        )
-        for name in ("vllm/x.py", "vllm2/x.py", "docs/x.md", "evalsuite/client.py"):
-            self.write(name, "old\n" * 20)
-        self.git("init", "-q", "-b", "main")
-        self.base = self.commit()
-
-    def git(self, *argv: str) -> str:
-        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-        done = subprocess.run(
-            ["git", *identity, *argv], cwd=self.root, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    def write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def commit(self) -> str:
-        self.git("add", "-A")
-        self.git("commit", "-q", "--allow-empty", "-m", "change")
-        return self.git("rev-parse", "HEAD")
 
 
 @pytest.fixture
@@ -100,7 +68,13 @@ def test_the_file_of_pools_selects_every_job(repository: Repository, capsys: Cap
 
 
 @pytest.mark.parametrize(
-    "path", [".buildkite/nightly.yml", ".github/workflows/nightly.yml", "ci/providers/step.sh.j2"]
+    "path",
+    [
+        ".buildkite/nightly.yml",
+        ".github/workflows/nightly.yml",
+        ".github/workflows/changes.yml",
+        "ci/providers/step.sh.j2",
+    ],
 )
 def test_the_pipeline_selects_every_job(path: str, repository: Repository, capsys: Capture) -> None:
     repository.write(path, "new\n")
@@ -278,7 +252,7 @@ def test_the_selection_becomes_a_pipeline_of_just_its_jobs(
     [
         ((), "name the change"),
         (("--base", "main", "--changed-files", "-"), "name the change"),
-        (("--base", "main", "--format", "xml"), "known: ids, json, buildkite, github"),
+        (("--base", "main", "--format", "xml"), "known: ids, json, matrix, buildkite, github"),
         (("--changed-files", "absent"), "--changed-files absent: No such file"),
         (("--base", "main", "--config", "config-h101.txt"), "did you mean 'config-h100.txt'"),
     ],

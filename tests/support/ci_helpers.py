@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,40 @@ def scripts(provider: str, document: dict[Any, Any]) -> dict[str, str]:
         for step in job["steps"]
         if step.get("name") == "Run"
     }
+
+
+class Repository:
+    """A git repository with two suites; every change is a commit."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        write_configs(
+            root / "configs",
+            {"suite/config-h100.txt": ["a", "b", "é"], "other/config-b200.txt": ["c"]},
+        )
+        for name in ("vllm/x.py", "vllm2/x.py", "docs/x.md", "evalsuite/client.py"):
+            self.write(name, "old\n" * 20)
+        self.git("init", "-q", "-b", "main")
+        self.base = self.commit()
+
+    def git(self, *argv: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        done = subprocess.run(
+            ["git", *identity, *argv], cwd=self.root, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def commit(self) -> str:
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "-m", "change")
+        return self.git("rev-parse", "HEAD")
+
+    def merge(self) -> None:
+        """Make what is there now the state that the next change goes into."""
+        self.base = self.commit()
+        self.git("branch", "-q", "-f", "main")
