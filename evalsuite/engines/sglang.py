@@ -2,6 +2,9 @@
 
 A file written for `vllm serve` runs here through the table below; flags that are SGLang's own
 pass through; flags that only vLLM has and that would change the measurement are refused.
+
+Flags and log lines are those of the source of SGLang 0.5.23 and of the form before it; no
+server of SGLang was ever started by this project, whose machines its CUDA-only wheels do not fit.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ _REFUSED = {
     "--api-server-count": "SGLang has no counterpart",
 }
 _CHOICES = (
-    re.compile(r"moe_runner_backend='(?P<name>[\w-]+)'"),
-    re.compile(r"Using (?P<name>[\w-]+) as (?:the )?MoE runner backend", re.IGNORECASE),
+    # The dump of all arguments: `ServerArgs(moe_runner_backend='x', ...)`, in 0.5.23 a mapping.
+    # The draft model has one of its own (`speculative_moe_runner_backend`), which is not meant.
+    re.compile(r"\bmoe_runner_backend'?\s*[=:]\s*'(?P<name>[\w-]+)'"),
+    re.compile(r"\bUs(?:e|ing) (?P<name>[\w-]+) as (?:the )?MoE runner backend", re.IGNORECASE),
 )
 
 

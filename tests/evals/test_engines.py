@@ -202,12 +202,28 @@ def test_sglang_translates_and_refuses() -> None:
         engines.get("sglang").launch_spec(job(server_args="--all2all-backend deepep"))
 
 
-def test_sglang_backend_from_its_log() -> None:
-    log = "server_args=ServerArgs(model_path='m', moe_runner_backend='flashinfer_cutlass', x=1)"
+@pytest.mark.parametrize(
+    ("log", "name"),
+    [
+        (
+            "server_args=ServerArgs(moe_runner_backend='flashinfer_cutlass', x=1)",
+            "flashinfer_cutlass",
+        ),
+        ("server_args={'model_path': 'm', 'moe_runner_backend': 'triton'}", "triton"),
+        ("server_args={'moe_runner_backend': 'auto'}", ""),
+        ("server_args={'speculative_moe_runner_backend': 'triton'}", ""),
+        ("ServerArgs(speculative_moe_runner_backend='triton', moe_runner_backend='auto')", ""),
+        ("Use flashinfer_trtllm as MoE runner backend on sm100 for Qwen3Moe", "flashinfer_trtllm"),
+        (
+            "Using marlin as the MoE runner backend\nserver_args={'moe_runner_backend': 'auto'}",
+            "marlin",
+        ),
+        ("The cutlass MoE runner backend requires flashinfer", ""),
+    ],
+)
+def test_sglang_backend_from_its_log(log: str, name: str) -> None:
     found = engines.get("sglang").evidence(job(), "http://127.0.0.1:1", log)
-    assert found.logged == "flashinfer_cutlass"
-    auto = engines.get("sglang").evidence(job(), "http://x:1", "moe_runner_backend='auto'")
-    assert auto.logged == ""
+    assert found.logged == name
 
 
 def test_external_needs_its_url_and_starts_nothing() -> None:
