@@ -6,6 +6,7 @@ the files afterwards is `tasks/data.py`.
 
 from __future__ import annotations
 
+import http.client
 import os
 import tempfile
 import urllib.error
@@ -78,7 +79,7 @@ def _fetch(split: str, target: Path, url: str, say: Callable[[str], None]) -> Pa
         # The scheme is the caller's: https by default, or a mirror given by name.
         with urllib.request.urlopen(address, timeout=FETCH_TIMEOUT_S) as reply:
             content: bytes = reply.read()
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         message = (
             f"{address} cannot be fetched ({type(error).__name__}: {error}); copy {split}.jsonl "
             f"from a machine with a network to {target}, or set {DATA_DIR_VARIABLE} "
@@ -86,7 +87,14 @@ def _fetch(split: str, target: Path, url: str, say: Callable[[str], None]) -> Pa
         )
         raise ConfigError(Problem("error", message)) from error
     check_sha256(content, split, address)
-    write_atomically(target, content)
+    try:
+        write_atomically(target, content)
+    except OSError as error:
+        message = (
+            f"{target} cannot be written ({type(error).__name__}: {error.strerror}); name a folder "
+            "of your own with --data-dir"
+        )
+        raise ConfigError(Problem("error", message)) from error
     return target
 
 

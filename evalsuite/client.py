@@ -1,14 +1,12 @@
 """Async OpenAI client: one prompt in, `Reply` or `RequestFailure` out, never "".
 
 Receives a base URL, request settings and bodies (built by `wire.py`); bounded, counted retries
-with backoff. What a reply is worth is decided by `tasks/`; what is kept of it by `ledger.py`.
+(`retries.py`). What a reply is worth is decided by `tasks/`; what is kept of it by `ledger.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +15,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from evalsuite.wire import MalformedError, SamplingSettings, error_message, parse_choices
+from evalsuite.http_reply import read_bounded, refusal
+from evalsuite.retries import RetryPolicy, is_retriable, retry_after
+from evalsuite.wire import Choice, MalformedError, SamplingSettings, parse_choices
 
 Content = TypeVar("Content")
 
@@ -32,7 +32,8 @@ class Reply:
 
     Attributes:
         text: Generated text; may be empty, which is then the model's own doing.
-        finish_reason: "stop", "length" or what else the server says.
+        finish_reason: "stop", "length" or what else the server says; "length" where it says
+            nothing and `max_tokens` tokens were generated.
         prompt_tokens: From `usage`, 0 where the server sends none.
         completion_tokens: From `usage`, 0 where the server sends none.
         latency_s: From sending the request to the last byte, the last attempt only.
@@ -87,29 +88,6 @@ class Exchange(Generic[Content]):
     content: Content
     latency_s: float
     retry_errors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How failed attempts are repeated.
-
-    Attributes:
-        max_retries: Attempts after the first.
-        base_s: First pause; doubled each time, then drawn between half and all of it.
-        cap_s: Longest pause of our own choosing.
-        retry_after_cap_s: Longest pause a server may ask for.
-    """
-
-    max_retries: int = 3
-    base_s: float = 0.5
-    cap_s: float = 8.0
-    retry_after_cap_s: float = 30.0
-
-    def pause_s(self, attempt: int, retry_after_s: float | None) -> float:
-        """Pause before the attempt after the 0-based `attempt`."""
-        if retry_after_s is not None:
-            return min(max(retry_after_s, 0.0), self.retry_after_cap_s)
-        return min(self.cap_s, self.base_s * 2.0**attempt) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -191,14 +169,19 @@ class Client:
         Returns:
             One reply per prompt in prompt order, or the failure of them all.
         """
-        is_chat = self.settings.sampling.is_chat
-        outcome = await self.exchange(body, lambda data: parse_choices(data, num_prompts, is_chat))
+        asked = self.settings.sampling
+        outcome = await self.exchange(
+            body,
+            lambda data: parse_choices(
+                data, num_prompts, asked.is_chat, has_logprobs=asked.has_logprobs
+            ),
+        )
         if isinstance(outcome, RequestFailure):
             return outcome
         return tuple(
             Reply(
                 text=choice.text,
-                finish_reason=choice.finish_reason,
+                finish_reason=self._finish_reason(choice, num_prompts),
                 prompt_tokens=choice.prompt_tokens,
                 completion_tokens=choice.completion_tokens,
                 latency_s=outcome.latency_s,
@@ -209,6 +192,12 @@ class Client:
             )
             for choice in outcome.content
         )
+
+    def _finish_reason(self, choice: Choice, num_prompts: int) -> str:
+        """The server's word, or what its token count says of a lone reply without one."""
+        limit = self.settings.sampling.max_tokens
+        is_full = num_prompts == 1 and choice.completion_tokens >= limit > 0
+        return choice.finish_reason or ("length" if is_full else "")
 
     async def exchange(
         self, body: bytes, read: Callable[[bytes], Content]
@@ -249,21 +238,23 @@ class Client:
         if self._session is None:
             raise RuntimeError("Client is used outside `async with`")
         try:
-            async with self._session.post(self._url, data=body) as response:
-                payload = await response.read()
+            # A redirect would turn the POST into a GET, or take the key elsewhere.
+            async with self._session.post(self._url, data=body, allow_redirects=False) as response:
+                payload = await read_bounded(response)
         except TimeoutError as error:
             limit = f"no full reply within {self.settings.timeout_s:g} s"
             raise _AttemptError("timeout", f"{_name(error)}: {limit}", is_final=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise _AttemptError("connection", f"{_name(error)}: {_words(error)}") from error
+        except MalformedError as error:
+            raise _AttemptError("malformed", f"Malformed: {error}", response.status) from error
         if response.status // 100 != 2:
-            said = error_message(payload) or response.reason or "no message"
             raise _AttemptError(
                 kind="http",
-                message=f"HTTP {response.status}: {said}",
+                message=f"HTTP {response.status}: {refusal(response, payload)}",
                 status=response.status,
-                is_final=not _is_retriable(response.status),
-                retry_after_s=_retry_after(response.headers.get("Retry-After")),
+                is_final=not is_retriable(response.status),
+                retry_after_s=retry_after(response.headers.get("Retry-After")),
             )
         try:
             return read(payload)
@@ -273,19 +264,6 @@ class Client:
     def _mask(self, message: str) -> str:
         key = self.settings.api_key
         return message.replace(key, "***") if key else message
-
-
-def _is_retriable(status: int) -> bool:
-    return status in (408, 429) or status >= 500
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header; its date form counts as absent."""
-    try:
-        seconds = float(value) if value is not None else math.nan
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) else None
 
 
 def _name(error: BaseException) -> str:

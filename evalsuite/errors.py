@@ -95,6 +95,7 @@ class EvalError(EvalsuiteError):
     first_error: str = ""
 
     def __str__(self) -> str:
-        """Reason with the counts and the first error."""
-        text = f"{self.reason} ({self.num_failed} of {self.num_questions} requests failed)"
+        """Reason with the counts, where there are any, and the first error."""
+        counts = f" ({self.num_failed} of {self.num_questions} requests failed)"
+        text = self.reason + (counts if self.num_questions else "")
         return f"{text}; first error: {self.first_error}" if self.first_error else text

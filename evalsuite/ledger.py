@@ -6,12 +6,13 @@ and reports. The aggregate over records is `EvalResult` in `evaluators/base.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from evalsuite.errors import ConfigError, Problem
+from evalsuite.errors import ConfigError, EvalError, Problem
 
 VERSION = 1
 
@@ -123,12 +124,31 @@ class Ledger:
         self._file.seek(good_bytes)
         if found_head is None:
             line = {key: getattr(head, key) for key in _HEAD_KEYS}
-            self._file.write(json.dumps({"ledger": line}).encode() + b"\n")
+            self._write(json.dumps({"ledger": line}).encode() + b"\n")
 
     def add(self, record: LedgerRecord) -> None:
-        """Append a record."""
-        self._file.write(encode(record))
+        """Append a record.
+
+        Raises:
+            EvalError: The disk is full or gone; what was added before stays readable.
+        """
+        self._write(encode(record))
         self.records.append(record)
+
+    def _write(self, line: bytes) -> None:
+        """Write a whole line or nothing of it."""
+        start = self._file.tell()
+        try:
+            # A full disk takes a part first; the next call then has the error.
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
+                self._file.seek(start)
+            reason = f"{self.path} cannot be written ({type(error).__name__}: {error.strerror})"
+            raise EvalError(reason) from error
 
     def answered(self, prompt_hashes: dict[int, str]) -> dict[tuple[int, int], LedgerRecord]:
         """Records that need no second request, by (index, repeat).

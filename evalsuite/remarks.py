@@ -47,10 +47,11 @@ def _answers(result: EvalResult, config: EvalConfig, records: Sequence[LedgerRec
     found = []
     n = result.num_questions
     if result.num_truncated:
+        # By the right reading: the field's takes the last number of half a calculation.
         cut = sum(
             record.repeat == 0
             and record.status == "truncated"
-            and record.scores.get(result.metric) == "no_answer"
+            and record.scores.get(RIGHT_READING, record.scores.get(result.metric)) == "no_answer"
             for record in records
         )
         found.append(
@@ -84,7 +85,11 @@ def _noise(verdict: Verdict, result: EvalResult, config: EvalConfig) -> list[str
     n = result.num_questions
     assert verdict.interval is not None and verdict.floor is not None  # noqa: PT018
     low, high = verdict.interval
-    if verdict.gate in ("threshold", "statistical") and low <= verdict.floor <= high:
+    calibration = config.calibration
+    # Of a measured configuration the noise of the same questions is known, and far smaller.
+    is_measured = isinstance(calibration, Calibration) and calibration.num_questions == n
+    is_absolute = verdict.gate in ("threshold", "statistical")
+    if is_absolute and not is_measured and low <= verdict.floor <= high:
         found.append(
             f"the floor {verdict.floor:g} lies inside the noise of {n} questions: standard error "
             f"{verdict.stderr or 0.0:.4f}, 95 % interval {low:.4f} to {high:.4f}"
@@ -94,7 +99,6 @@ def _noise(verdict: Verdict, result: EvalResult, config: EvalConfig) -> list[str
             f"tolerance {config.tolerance:g} is {config.tolerance / verdict.stderr:.1f} standard "
             "errors: smaller losses pass unseen"
         )
-    calibration = config.calibration
     if isinstance(calibration, Calibration) and calibration.num_questions != n:
         found.append(
             f"the calibration was made on {calibration.num_questions} questions, this run asked {n}"

@@ -11,8 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from evalsuite.client import Client, ClientSettings, Exchange, RequestFailure, RetryPolicy
+from evalsuite.client import Client, ClientSettings, Exchange, RequestFailure
 from evalsuite.errors import EvalError
+from evalsuite.retries import RetryPolicy
 from evalsuite.wire import SamplingSettings
 
 

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# How engines say that they gave a request up (vLLM and SGLang: "abort"): the text so far is no
-# answer.
-GIVEN_UP = frozenset({"abort", "aborted", "cancelled", "error"})
+# How engines say that they gave a request up (vLLM and SGLang: "abort"), and gateways that they
+# withheld it: the text so far is no answer.
+GIVEN_UP = frozenset({"abort", "aborted", "cancelled", "content_filter", "error"})
 # How much of a server's own message is kept in a record.
 MAX_MESSAGE_CHARS = 500
+# How much of a body that is no JSON is quoted: enough to know a login page.
+MAX_QUOTED_BYTES = 80
 
 
 class MalformedError(ValueError):
@@ -93,8 +95,16 @@ def build_body(settings: SamplingSettings, prompts: Sequence[str]) -> bytes:
     return json.dumps(body).encode("ascii")
 
 
-def parse_choices(payload: bytes, num_prompts: int, is_chat: bool) -> list[Choice]:
+def parse_choices(
+    payload: bytes, num_prompts: int, is_chat: bool, *, has_logprobs: bool = False
+) -> list[Choice]:
     """Read a 2xx body; choices come back in prompt order, whatever order they were sent in.
+
+    Args:
+        payload: The body.
+        num_prompts: Prompts in the request.
+        is_chat: Whether it went to the chat route.
+        has_logprobs: Whether log-probabilities were asked for; they are not looked at otherwise.
 
     Raises:
         MalformedError: No JSON, an error object, or not exactly one text per prompt.
@@ -102,13 +112,15 @@ def parse_choices(payload: bytes, num_prompts: int, is_chat: bool) -> list[Choic
     try:
         data = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"the body is not JSON ({len(payload)} bytes): {error}") from error
+        begins = payload[:MAX_QUOTED_BYTES].decode("utf-8", "replace")
+        found = f"({len(payload)} bytes, beginning {begins!r})" if payload else "(0 bytes)"
+        raise MalformedError(f"the body is not JSON {found}: {error}") from error
     if not isinstance(data, dict):
         raise MalformedError(f"the body is a JSON {type(data).__name__}, not an object")
+    if data.get("error") or data.get("object") == "error":
+        raise MalformedError(f"an error with status 200: {_message_of(data)}")
     choices = data.get("choices")
     if not choices:
-        if data.get("error") or data.get("object") == "error":
-            raise MalformedError(f"an error with status 200: {_message_of(data)}")
         raise MalformedError(f"the body has no choices (choices: {choices!r})")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise MalformedError("`choices` is not a list of objects")
@@ -118,7 +130,7 @@ def parse_choices(payload: bytes, num_prompts: int, is_chat: bool) -> list[Choic
     for position, choice in enumerate(by_index):
         # Usage is per request: it is booked on the first prompt, so that sums stay right.
         tokens = (prompt_tokens, completion_tokens) if position == 0 else (0, 0)
-        result.append(_choice(choice, is_chat, tokens))
+        result.append(_choice(choice, is_chat, tokens, has_logprobs))
     return result
 
 
@@ -126,14 +138,25 @@ def _by_index(choices: list[dict[str, Any]], num_prompts: int) -> list[dict[str,
     """Order choices by `index`; one lone choice may leave it out."""
     if num_prompts == 1 and len(choices) == 1 and choices[0].get("index") in (None, 0):
         return choices
-    found = {choice.get("index"): choice for choice in choices}
-    if len(found) != len(choices) or set(found) != set(range(num_prompts)):
-        indices = [choice.get("index") for choice in choices]
+    indices = [choice.get("index") for choice in choices]
+    # Compared as text: an index may be of any JSON type, and `true` is not 1.
+    if sorted(map(repr, indices)) != sorted(map(repr, range(num_prompts))):
         raise MalformedError(f"{num_prompts} prompts were sent, choices came with index {indices}")
-    return [found[index] for index in range(num_prompts)]
+    return sorted(choices, key=lambda choice: int(choice["index"]))
 
 
-def _choice(choice: dict[str, Any], is_chat: bool, tokens: tuple[int, int]) -> Choice:
+def _choice(
+    choice: dict[str, Any], is_chat: bool, tokens: tuple[int, int], has_logprobs: bool
+) -> Choice:
+    reason = choice.get("finish_reason")
+    if isinstance(reason, dict):
+        # SGLang's own form: {"type": "abort", "message": ...}.
+        reason = reason.get("type")
+    reason = reason if isinstance(reason, str) else ""
+    if reason.lower() in GIVEN_UP:
+        raise MalformedError(f"the server gave the request up (finish_reason {reason!r})")
+    if choice.get("error"):
+        raise MalformedError(f"an error in a choice: {_message_of(choice)}")
     if is_chat:
         message = choice.get("message")
         if not isinstance(message, dict):
@@ -146,41 +169,32 @@ def _choice(choice: dict[str, Any], is_chat: bool, tokens: tuple[int, int]) -> C
         text = choice.get("text")
     if not isinstance(text, str):
         raise MalformedError(f"the text of a choice is {text!r}")
-    reason = choice.get("finish_reason")
-    if reason in GIVEN_UP:
-        raise MalformedError(f"the server gave the request up (finish_reason {reason!r})")
-    ids, logprobs = _token_details(choice, is_chat)
-    return Choice(text, reason if isinstance(reason, str) else "", *tokens, ids, logprobs)
-
-
-def _token_details(
-    choice: dict[str, Any], is_chat: bool
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Token ids and log-probabilities, as far as the server sends them."""
     raw_ids = choice.get("token_ids")
     ids = tuple(raw_ids) if isinstance(raw_ids, list) else ()
-    details = choice.get("logprobs")
+    logprobs = _logprobs(choice.get("logprobs"), is_chat) if has_logprobs else ()
+    return Choice(text, reason, *tokens, ids, logprobs)
+
+
+def _logprobs(details: object, is_chat: bool) -> tuple[float, ...]:
+    """Log-probabilities of the tokens, () where the server sends none."""
     if not isinstance(details, dict):
-        return ids, ()
-    raw = (
-        [item.get("logprob") for item in details.get("content") or [] if isinstance(item, dict)]
-        if is_chat
-        else details.get("token_logprobs") or []
-    )
-    if not isinstance(raw, list) or not all(isinstance(value, int | float) for value in raw):
+        return ()
+    raw = details.get("content" if is_chat else "token_logprobs") or []
+    if is_chat and isinstance(raw, list):
+        raw = [item.get("logprob") if isinstance(item, dict) else None for item in raw]
+    if not isinstance(raw, list) or not all(type(value) in (int, float) for value in raw):
         raise MalformedError("token log-probabilities are not all numbers")
-    return ids, tuple(float(value) for value in raw)
+    return tuple(float(value) for value in raw)
 
 
 def _usage(usage: object) -> tuple[int, int]:
     """Prompt and completion tokens, 0 where the server does not say."""
-    if not isinstance(usage, dict):
-        return 0, 0
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return (
-        prompt if isinstance(prompt, int) else 0,
-        completion if isinstance(completion, int) else 0,
+    counts = usage if isinstance(usage, dict) else {}
+    prompt, completion = (
+        value if type(value := counts.get(name)) is int and value > 0 else 0
+        for name in ("prompt_tokens", "completion_tokens")
     )
+    return prompt, completion
 
 
 def error_message(payload: bytes) -> str:

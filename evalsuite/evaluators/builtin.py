@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from evalsuite import tasks
-from evalsuite.client import Client, ClientSettings, Reply, RequestFailure, RetryPolicy
+from evalsuite.client import Client, ClientSettings, Reply, RequestFailure
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
 from evalsuite.evaluators.aggregate import Circumstances, Plan, aggregate
@@ -22,6 +22,7 @@ from evalsuite.evaluators.limits import Patience, allow_sockets
 from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
 from evalsuite.evaluators.settled import Settled
 from evalsuite.ledger import Ledger
+from evalsuite.retries import RetryPolicy
 from evalsuite.tasks.base import DataSource, Sample, Task, TaskSettings, hash_prompts, hash_text
 from evalsuite.wire import SamplingSettings, build_body
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from evalsuite.client import Reply, RequestFailure
 from evalsuite.errors import ConfigError, Problem
+from evalsuite.retries import is_retriable
 
 # Requests in flight where a config sets no limit: enough for all of GSM8K at once.
 MAX_IN_FLIGHT = 2048
@@ -18,10 +19,16 @@ MAX_IN_FLIGHT = 2048
 OTHER_FILES = 128
 # So many first requests, all refused in the same way, speak for the rest.
 NUM_REFUSALS = 8
-# So many requests in a row, each without a connection after all its attempts: nobody is there.
-NUM_UNREACHABLE = 64
+# How servers refuse a prompt that does not fit (vLLM, SGLang: 400; others 413 or 422).
+TOO_LONG_STATUS = (400, 413, 422)
+# So many requests in a row, none with an answer after all its attempts: nobody is there, or what
+# is there answers nothing. A server that hangs would else cost a time limit a question.
+NUM_IN_A_ROW = 64
 
-_CONTEXT = re.compile(r"context|max_model_len|maximum .{0,20}length|too long", re.IGNORECASE)
+_CONTEXT = re.compile(
+    r"context|max_model_len|max_num_tokens|max_seq_len|maximum .{0,20}length|too long",
+    re.IGNORECASE,
+)
 _INTEGER = re.compile(r"\d+")
 
 
@@ -58,7 +65,7 @@ class Patience:
 
     has_answered: bool = False
     refused: list[RequestFailure] = field(default_factory=list)
-    num_unreachable: int = 0
+    num_in_a_row: int = 0
 
     def note(self, outcome: tuple[Reply, ...] | RequestFailure, num_questions: int) -> str:
         """Take note of one outcome.
@@ -68,27 +75,27 @@ class Patience:
 
         Raises:
             ConfigError: The prompt does not fit the server's context, or the first requests were
-                all refused with the same 4xx status.
+                all refused with the same 3xx or 4xx status.
         """
         if not isinstance(outcome, RequestFailure):
             self.has_answered = True
-            self.num_unreachable = 0
+            self.num_in_a_row = 0
             return ""
-        if outcome.status == 400 and is_too_long(outcome.message):
+        if outcome.status in TOO_LONG_STATUS and is_too_long(outcome.message):
             # No retry and no other question mends it, so the answers so far wait in the ledger.
             raise ConfigError(Problem("error", explain_too_long(outcome.message)))
-        self.num_unreachable = self.num_unreachable + 1 if outcome.kind == "connection" else 0
-        if self.num_unreachable >= NUM_UNREACHABLE:
-            return f"{NUM_UNREACHABLE} requests in a row failed; {outcome.message}"
         if not self.has_answered:
             self.refused.append(outcome)
             self._check_refused(num_questions)
+        self.num_in_a_row += 1
+        if self.num_in_a_row >= NUM_IN_A_ROW:
+            return f"{NUM_IN_A_ROW} requests in a row failed; {outcome.message}"
         return ""
 
     def _check_refused(self, num_questions: int) -> None:
         status = self.refused[0].status or 0
         is_same = all(failure.status == status for failure in self.refused)
-        is_final = status // 100 == 4 and status not in (408, 429)
+        is_final = status // 100 in (3, 4) and not is_retriable(status)
         if is_same and is_final and len(self.refused) >= min(NUM_REFUSALS, num_questions):
             message = f"the server refuses every request: {self.refused[0].message}"
             raise ConfigError(Problem("error", message))
@@ -118,8 +125,8 @@ def explain_too_long(message: str) -> str:
 def _context_limit(message: str) -> int:
     """The context length that a message names, 0 if none is recognised."""
     found = re.search(
-        r"(?:context (?:length|limit|window)|max_model_len|maximum (?:model )?length)"
-        r"(?: is| of|=|:)*\s*(\d+)",
+        r"(?:context (?:length|limit|window|size)|max_model_len|max_num_tokens|max_seq_len"
+        r"|maximum (?:model |sequence )?length)(?: is| of| only|=|:)*\s*\(?(\d+)",
         message,
         re.IGNORECASE,
     )

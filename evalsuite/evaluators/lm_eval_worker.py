@@ -13,16 +13,14 @@ import os
 import sys
 import threading
 import time
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
+from evalsuite.evaluators.lm_eval_calls import CALL, Call, ListeningSession, describe
 from evalsuite.tasks.base import hash_prompts, hash_text
-from evalsuite.wire import Choice, MalformedError, error_message, parse_choices
 
 
 @dataclass(frozen=True)
@@ -69,53 +67,6 @@ class WorkerJob:
         return Path(self.folder) / "events.jsonl"
 
 
-@dataclass
-class _Call:
-    """What one attempt showed at the wire."""
-
-    status: int | None = None
-    error_text: str = ""
-    choice: Choice | None = None
-
-
-_CALL: ContextVar[_Call] = ContextVar("call")
-
-
-class _ListeningPost:
-    """The context manager of `session.post`, with the reply read along."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        response: aiohttp.ClientResponse = await self._inner.__aenter__()
-        call = _CALL.get()
-        call.status = response.status
-        # aiohttp keeps the body, so lm-eval reads the same bytes after us.
-        payload = await response.read()
-        if response.ok:
-            call.choice = parse_choices(payload, 1, is_chat=False)[0]
-        else:
-            call.error_text = error_message(payload)
-        return response
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._inner.__aexit__(kind, error, trace)
-
-
-class _ListeningSession:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-
-    def post(self, *args: Any, **kwargs: Any) -> _ListeningPost:
-        return _ListeningPost(self._session.post(*args, **kwargs))
-
-
 class _Events:
     """Appends events; one write each, so that a kill loses none."""
 
@@ -124,23 +75,6 @@ class _Events:
 
     def add(self, kind: str, **content: object) -> None:
         self._file.write(json.dumps({"kind": kind, **content}).encode() + b"\n")
-
-
-def describe(error: BaseException, call: _Call, timeout_s: float) -> tuple[str, str, bool]:
-    """Kind, message and finality of a failed attempt, as `client.py` would give them."""
-    name = type(error).__name__
-    if isinstance(error, MalformedError):
-        return "malformed", f"Malformed: {error}", False
-    if isinstance(error, aiohttp.ClientResponseError):
-        is_final = error.status // 100 == 4 and error.status not in (408, 429)
-        said = call.error_text or error.message or "no message"
-        return "http", f"HTTP {error.status}: {said}", is_final
-    if isinstance(error, TimeoutError):
-        return "timeout", f"{name}: no full reply within {timeout_s:g} s", True
-    if isinstance(error, aiohttp.ClientError | OSError):
-        said = str(error) or "the connection was closed before the reply was complete"
-        return "connection", f"{name}: {said}", False
-    return "malformed", f"{name}: {error}", False
 
 
 class _Recording:
@@ -189,12 +123,12 @@ class _Recording:
     async def amodel_call(
         self, session: aiohttp.ClientSession, sem: Any, messages: list[str], **kwargs: Any
     ) -> list[str]:
-        call = _Call()
-        token = _CALL.set(call)
+        call = Call()
+        token = CALL.set(call)
         started = time.perf_counter()
         errors = self.attempt_errors.setdefault(messages[0], [])
         try:
-            listening = _ListeningSession(session)
+            listening = ListeningSession(session)
             answers: list[str] = await super().amodel_call(  # type: ignore[misc]
                 listening, sem, messages, **kwargs
             )
@@ -208,12 +142,12 @@ class _Recording:
             # parent never counts, because the failure is on record.
             return [""]
         finally:
-            _CALL.reset(token)
+            CALL.reset(token)
         latency = time.perf_counter() - started
         self._note(messages[0], "reply", text=answers[0], call=call, latency_s=latency)
         return answers
 
-    def _note(self, prompt: str, kind: str, *, call: _Call, **content: object) -> None:
+    def _note(self, prompt: str, kind: str, *, call: Call, **content: object) -> None:
         choice = asdict(call.choice) if call.choice else {}
         for name in ("text", "token_ids", "token_logprobs"):
             choice.pop(name, None)

@@ -74,15 +74,23 @@ def gsm8k_file(split: str, source: DataSource) -> Path | None:
     for folder in folders:
         path = folder / f"{split}.jsonl" if folder else None
         if path and path.is_file():
-            check_sha256(path.read_bytes(), split, str(path))
+            check_sha256(_bytes(path), split, str(path))
             return path
     return None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"cannot be read ({type(error).__name__}: {error.strerror})"
+        raise ConfigError(Problem("error", message, file=str(path))) from error
 
 
 def _content(split: str, source: DataSource) -> tuple[bytes, str]:
     path = gsm8k_file(split, source)
     if path:
-        return path.read_bytes(), str(path)
+        return _bytes(path), str(path)
     tried = [source.data_dir or gsm8k_cache(source)]
     note = ""
     if not source.data_dir and source.hub_cache:
@@ -112,9 +120,13 @@ def _parquet_content(path: Path) -> tuple[bytes, str]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         return b"", f" ({path} is there, but pyarrow is not: {error})"
-    rows = parquet.read_table(path).to_pylist()
-    lines = (json.dumps({"question": r["question"], "answer": r["answer"]}) + "\n" for r in rows)
-    return "".join(lines).encode("ascii"), ""
+    try:
+        rows = parquet.read_table(path).to_pylist()
+        kept = [{"question": row["question"], "answer": row["answer"]} for row in rows]
+    except (ValueError, OSError, KeyError) as error:
+        # pyarrow's own errors are these; half a download is the usual reason.
+        return b"", f" ({path} is no table of GSM8K: {type(error).__name__}: {error})"
+    return "".join(json.dumps(row) + "\n" for row in kept).encode("ascii"), ""
 
 
 def check_sha256(content: bytes, split: str, origin: str) -> None:

@@ -9,20 +9,19 @@ in that alone: it stops at shot borders, and gates on the right reading. lm-eval
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.tasks import data as files
 from evalsuite.tasks.base import DataSource, Row, Sample, Score, TaskSettings
-from evalsuite.tasks.readings import METRICS, STRICT_MARKER, Readings
+from evalsuite.tasks.readings import METRICS, STRICT_MARKER, Readings, shot_border
 
 # The stop strings of vLLM's tests/evals/gsm8k/gsm8k_eval.py.
 SCRIPT_STOP = ("Question", "Assistant:", "<|separator|>")
 BORDER_STOP = ("\nQuestion:", "\nAssistant:", "<|separator|>")
 
-READINGS = Readings(STRICT_MARKER, re.compile(r"\n\s*(?:Question|Assistant):"))
+READINGS = Readings(STRICT_MARKER, shot_border("Question", "Assistant"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +18,12 @@ from evalsuite.tasks import data as files
 from evalsuite.tasks.base import DataSource, Row, Sample, Score, TaskSettings
 from evalsuite.tasks.gsm8k import check_num_fewshot
 from evalsuite.tasks.gsm8k_lm_eval import refuse_gen_prefix
-from evalsuite.tasks.readings import METRICS, STRICT_SENTENCE, Readings
+from evalsuite.tasks.readings import METRICS, STRICT_SENTENCE, Readings, shot_border
 
 # Stop strings of lm-eval's gsm8k-cot.yaml.
 STOP = ("Q:", "</s>", "<|im_end|>")
 
-READINGS = Readings(STRICT_SENTENCE, re.compile(r"\n\s*Q:"))
+READINGS = Readings(STRICT_SENTENCE, shot_border("Q"))
 
 
 def lm_eval_task_file(name: str) -> Path:

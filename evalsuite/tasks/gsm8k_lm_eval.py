@@ -8,21 +8,20 @@ with the same shots for all, is `gsm8k.py`. Scores of the two are not comparable
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.tasks import data as files
 from evalsuite.tasks.base import DataSource, Row, Sample, Score, TaskSettings
 from evalsuite.tasks.gsm8k import check_num_fewshot
-from evalsuite.tasks.readings import METRICS, STRICT_MARKER, Readings
+from evalsuite.tasks.readings import METRICS, STRICT_MARKER, Readings, shot_border
 
 # lm-eval's default `fewshot_random_seed`.
 FEWSHOT_SEED = 1234
 # Stop strings of lm-eval's gsm8k.yaml.
 STOP = ("Question:", "</s>", "<|im_end|>")
 
-READINGS = Readings(STRICT_MARKER, re.compile(r"\n\s*Question:"))
+READINGS = Readings(STRICT_MARKER, shot_border("Question"))
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 Receives a reply's text, a gold answer and a finish reason; returns a `Score`. Two readings are
 other people's, quirks included, because thresholds were made with them (`last_number`: the
-field's GSM8K script; `PatternReading`: lm-eval's filters). `numeric` is the right one.
+field's GSM8K script; `PatternReading`: lm-eval's filters). `numeric` is the right one. Each takes
+time in proportion to the reply: a broken build repeats one character up to the token limit.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -27,8 +29,15 @@ _NUMBER = re.compile(
 )
 _MINUS = "-\u2212\u2013\uff0d"
 _MARKER = "####"
-_OPEN_THINKING = "<think>"
-_CLOSE_THINKING = "</think>"
+# How models mark their thinking: most write <think>; Seed-OSS, LongCat, Magistral and Kimi-VL
+# their own forms of it.
+_OPEN_THINKING = re.compile(r"<(?:seed:|longcat_)?think(?:ing)?>|\[THINK\]|\u25c1think\u25b7")
+_CLOSE_THINKING = re.compile(r"</(?:seed:|longcat_)?think(?:ing)?>|\[/THINK\]|\u25c1/think\u25b7")
+
+
+def shot_border(*words: str) -> re.Pattern[str]:
+    """Pattern of a line that opens a new question: one of `words`, perhaps numbered or in bold."""
+    return re.compile(rf"\n[^\S\n]*(?:[*#]+[^\S\n]*)?(?:{'|'.join(words)})(?: ?[0-9]+)?:")
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,14 @@ def read_number(text: str, border: re.Pattern[str], is_cut: bool) -> str:
     Returns:
         The number in a form that `Decimal` reads, "" for none.
     """
+    start = 0
     # A template may have opened the block inside the prompt, so the closing mark alone counts.
-    body = text.rpartition(_CLOSE_THINKING)[2]
-    opened = body.find(_OPEN_THINKING)
-    if opened >= 0:
-        body = body[:opened]
+    for closed in _CLOSE_THINKING.finditer(text):
+        start = closed.end()
+    body = text[start:]
+    opened = _OPEN_THINKING.search(body)
+    if opened:
+        body = body[: opened.start()]
         is_cut = False
     cut_at = border.search(body)
     if cut_at:
@@ -71,39 +83,43 @@ def read_number(text: str, border: re.Pattern[str], is_cut: bool) -> str:
         return "" if is_cut and marked.end >= len(body) else marked.text
     if is_cut:
         return ""
-    found = _numbers(body, 0, len(body))
-    return found[-1].text if found else ""
+    last = ""
+    for number in _numbers(body, 0, len(body)):
+        last = number.text
+    return last
 
 
 def _after_last_marker(body: str) -> _Found | None:
+    end = len(body)
     at = body.rfind(_MARKER)
     while at >= 0:
-        line_end = body.find("\n", at)
-        found = _numbers(body, at + len(_MARKER), len(body) if line_end < 0 else line_end)
-        if found:
-            return found[0]
+        start = at + len(_MARKER)
+        line_end = body.find("\n", start, end)
+        for number in _numbers(body, start, end if line_end < 0 else line_end):
+            return number
+        # What lies behind this marker is known to hold no number of an earlier marker's line.
+        end = at
         at = body.rfind(_MARKER, 0, at)
     return None
 
 
-def _numbers(body: str, start: int, end: int) -> list[_Found]:
-    found = []
+def _numbers(body: str, start: int, end: int) -> Iterator[_Found]:
     for match in _NUMBER.finditer(body, start, end):
         sign = match["sign"] or match["inner"]
         is_negative = sign != "" and sign in _MINUS
         if match["sign"] and is_negative and _has_left_operand(body, match.start()):
             is_negative = False
         digits = match["digits"].replace(",", "") + match["exponent"]
-        found.append(_Found(("-" if is_negative else "") + digits, match.end()))
-    return found
+        yield _Found(("-" if is_negative else "") + digits, match.end())
 
 
 def _has_left_operand(body: str, at: int) -> bool:
     """Whether the minus at `at` subtracts: a word touches it, or a number stands before it."""
     if at and (body[at - 1].isalnum() or body[at - 1] in ")]"):
         return True
-    before = body[:at].rstrip(" ")[-1:]
-    return before.isdigit()
+    while at and body[at - 1] == " ":
+        at -= 1
+    return at > 0 and body[at - 1].isdigit()
 
 
 def numeric(text: str, target: str, finish_reason: str, border: re.Pattern[str]) -> Score:
@@ -153,7 +169,6 @@ def last_number(text: str, target: str) -> Score:
 # --- lm-eval's filters ---------------------------------------------------------------------
 
 _END_STOP = re.compile(r"\.$")
-_UP_TO_MARKER = re.compile(r"(?s).*#### ")
 
 
 @dataclass(frozen=True)
@@ -184,7 +199,8 @@ class PatternReading:
 
 def _clean(value: str) -> str:
     bare = value.replace(",", "").replace("$", "")
-    return _END_STOP.sub("", _UP_TO_MARKER.sub("", bare)).lower()
+    # Equals lm-eval's pattern `(?s).*#### `, which takes quadratic time where there is no marker.
+    return _END_STOP.sub("", bare.rpartition("#### ")[2]).lower()
 
 
 # Patterns of lm-eval's task files gsm8k.yaml and gsm8k-cot.yaml, version 3.

@@ -13,8 +13,8 @@ from evalsuite.client import (
     ClientSettings,
     Reply,
     RequestFailure,
-    RetryPolicy,
 )
+from evalsuite.retries import RetryPolicy
 from evalsuite.wire import SamplingSettings, build_body, error_message
 
 FAST = RetryPolicy(max_retries=2, base_s=0.01, cap_s=0.05)

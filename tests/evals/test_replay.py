@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 from fake_server import Action, FakeServer, Request, error
 
 from evalsuite.baseline import LOGPROB_DIGITS
-from evalsuite.client import RetryPolicy
 from evalsuite.errors import EvalError
 from evalsuite.flips import Flip
 from evalsuite.replay import (
@@ -21,6 +21,7 @@ from evalsuite.replay import (
     noise_between,
 )
 from evalsuite.replay_client import ReplayServer, Scored, answer_part, score
+from evalsuite.retries import RetryPolicy
 from evalsuite.verdict import Status
 
 Logprobs = dict[int, list[float]]
@@ -222,3 +223,68 @@ def test_flips_are_near_ties_or_real() -> None:
     assert longer == "one reply ends where the other goes on"
     (explained,) = explain_flips([flip], {3: before}, {3: Scored((" no",), (-0.17,))})
     assert explained.note == "near-tie: margin -0.070 nats at token 0 (' so' -> ' no')"
+
+
+def four(
+    rng: np.random.Generator, base: Logprobs, sigma: float, shift: Logprobs | None = None
+) -> tuple[Logprobs, Logprobs, tuple[Logprobs, Logprobs]]:
+    """Two replays of a baseline and two of a build that shifts every token in its own way."""
+    moved = base
+    if shift is not None:
+        moved = {i: [x + y for x, y in zip(base[i], shift[i], strict=True)] for i in base}
+    again = (noisy(base, rng, sigma), noisy(moved, rng, sigma))
+    return noisy(base, rng, sigma), noisy(moved, rng, sigma), again
+
+
+def only_agreement(**more: float) -> ReplayLimits:
+    return ReplayLimits(max_mean_shift=10.0, noise_factor=100.0, **more)
+
+
+def test_a_shift_far_below_the_noise_is_seen_in_two_replays() -> None:
+    rng = np.random.default_rng(5)
+    base = answers(rng)
+    # A third of the noise of a token, up or down: neither mean nor spread shows it.
+    shift = {i: list(rng.normal(0, 0.01, len(row))) for i, row in base.items()}
+    first, after, again = four(rng, base, 0.02, shift)
+    noise = noise_between(first, again[0])
+    once = compare_logprobs(first, after, ReplayLimits(), noise)
+    assert once.status is Status.PASS
+    assert once.agreement is None
+    twice = compare_logprobs(first, after, ReplayLimits(), noise, again)
+    assert twice.status is Status.FAIL
+    # Sheppard: (2 / pi) asin(r), with r the shift's share of the variance of one difference.
+    share = 0.01**2 / (0.01**2 + 2 * 0.02**2)
+    assert twice.agreement == pytest.approx(2 / math.pi * math.asin(share), abs=0.02)
+    assert "two shifts agree by +0.0" in twice.reason
+    allowed = compare_logprobs(first, after, ReplayLimits(max_agreement=0.2), noise, again)
+    assert allowed.status is Status.PASS
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0])
+def test_agreement_of_an_unchanged_build_keeps_its_rate(scale: float) -> None:
+    rng = np.random.default_rng(6)
+    found = []
+    for _ in range(200):
+        # Noise of tokens that differs by factors of thousands, and is far from normal.
+        base = {i: list(-rng.exponential(0.2, 30)) for i in range(40)}
+        widths = {i: scale * 10 ** rng.uniform(-3, 0, 30) for i in base}
+        runs = [
+            {i: list(np.array(row) + widths[i] * rng.standard_t(2, 30)) for i, row in base.items()}
+            for _ in range(4)
+        ]
+        one = compare_logprobs(runs[0], runs[1], only_agreement(), None, (runs[2], runs[3]))
+        assert one.p_agreement is not None
+        found.append(one.p_agreement)
+    # 5 % of 200 is 10 and 20 % is 40; the bounds are the 0.1 and 99.9 % quantiles.
+    assert 2 <= sum(p <= 0.05 for p in found) <= 20
+    assert 23 <= sum(p <= 0.2 for p in found) <= 58
+
+
+def test_bit_equal_replays_have_nothing_to_agree_on() -> None:
+    base = answers(np.random.default_rng(7), 50)
+    # The last digit that a file keeps is no shift either.
+    kept = {i: [round(x, LOGPROB_DIGITS) for x in row] for i, row in base.items()}
+    outcome = compare_logprobs(kept, base, ReplayLimits(), noise_between(base, base), (kept, base))
+    assert outcome.status is Status.PASS
+    assert outcome.agreement == 0.0
+    assert outcome.p_agreement == 1.0

@@ -12,6 +12,8 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -55,7 +57,7 @@ class Action:
 
     Attributes:
         texts: One reply per prompt.
-        finish_reason: Of every choice.
+        finish_reason: Of every choice, "" for a reply without it.
         status: HTTP status.
         payload: Sent in place of a well-formed body.
         headers: Added to the reply.
@@ -64,7 +66,9 @@ class Action:
         cut_after: Bytes of the body that are sent before the line is closed, None for all.
         is_dropped: Close the line without a word.
         is_death: Close everything and stop listening (a process exits with status 1).
-        usage: Prompt and completion tokens.
+        is_reset: Cut the line with a reset, after `cut_after` bytes of the body.
+        raw: Sent as it is, head included; the line is closed then.
+        usage: Prompt and completion tokens, None for a reply without them.
     """
 
     texts: tuple[str, ...] = ("",)
@@ -77,7 +81,9 @@ class Action:
     cut_after: int | None = None
     is_dropped: bool = False
     is_death: bool = False
-    usage: tuple[int, int] = (7, 3)
+    is_reset: bool = False
+    raw: bytes | None = None
+    usage: tuple[int, int] | None = (7, 3)
 
 
 def error(status: int, message: str, **headers: str) -> Action:
@@ -172,11 +178,15 @@ class FakeServer:
             self.on_death()
         elif action.is_dropped:
             line.close()
+        elif action.raw is not None:
+            line.send_raw(action.raw)
         else:
             payload = action.payload
             if payload is None:
                 payload = self._body(request, action)
             line.send(action.status, payload, action.headers, action.cut_after)
+            if action.is_reset:
+                line.reset()
 
     def _body(self, request: Request, action: Action) -> bytes:
         choices = []
@@ -185,7 +195,9 @@ class FakeServer:
             if self.has_stop:
                 text, was_stopped = cut(text, request.body.get("stop") or [])
                 reason = "stop" if was_stopped else reason
-            choice: dict[str, object] = {"index": index, "finish_reason": reason}
+            choice: dict[str, object] = {"index": index}
+            if reason:
+                choice["finish_reason"] = reason
             if "messages" in request.body:
                 choice["message"] = {"role": "assistant", "content": text}
             else:
@@ -193,9 +205,11 @@ class FakeServer:
             choices.append(choice)
         if action.order:
             choices = [choices[index] for index in action.order]
-        prompt_tokens, completion_tokens = action.usage
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        return json.dumps({"id": "x", "choices": choices, "usage": usage}).encode()
+        body: dict[str, object] = {"id": "x", "choices": choices}
+        if action.usage:
+            names = ("prompt_tokens", "completion_tokens")
+            body["usage"] = dict(zip(names, action.usage, strict=True))
+        return json.dumps(body).encode()
 
 
 def cut(text: str, stop: list[str] | str) -> tuple[str, bool]:
@@ -271,6 +285,18 @@ class _Line(asyncio.Protocol):
         elif self.server.idle_close_s is not None:
             loop = asyncio.get_running_loop()
             self.idle = loop.call_later(self.server.idle_close_s, self.close)
+
+    def send_raw(self, content: bytes) -> None:
+        if self.transport:
+            self.transport.write(content)
+            self.transport.close()
+
+    def reset(self) -> None:
+        """Close without the farewell: the other side gets ECONNRESET."""
+        if self.transport:
+            line = self.transport.get_extra_info("socket")
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
 
     def close(self) -> None:
         if self.transport:
