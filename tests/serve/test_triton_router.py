@@ -7,7 +7,8 @@ import torch
 
 from moeserve.moe.reference import reference_routing
 from moeserve.moe.spec import RoutingSpec
-from moeserve.triton_kernels.router import fill_buckets, route
+from moeserve.triton_kernels.moe_buckets import fill_buckets
+from moeserve.triton_kernels.router import route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN, INF = float("nan"), float("inf")

@@ -8,6 +8,7 @@ which backend runs is in the plan, what it computes is in `backends/`; the share
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from moeserve.moe.routing import TopK, route
 from moeserve.moe.spec import MoESpec, MoEWeights, Plan, RoutingSpec
 from moeserve.moe.transport import make_transport
 from moeserve.parallel import Parallel
+
+if TYPE_CHECKING:
+    from moeserve.triton_kernels.combine import SlotSum
 
 
 class Workspace:
@@ -83,7 +87,9 @@ class MoEKernel:
         bias: torch.Tensor | None,
         weights: MoEWeights,
         dp_num_tokens: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+        *,
+        leaves_sum: bool = False,
+    ) -> torch.Tensor | SlotSum:
         """Runs routing and experts.
 
         Args:
@@ -92,6 +98,7 @@ class MoEKernel:
             bias: Correction bias [E], float32, where the routing has one.
             weights: In the plan's layout.
             dp_num_tokens: T of every DP rank; None lets the transport ask, where it has to know.
+            leaves_sum: The sum over slots may be left to the caller. Only where tokens stay here.
 
         Returns:
             [T, H] in `x.dtype`; a part of a sum where `is_partial`.
@@ -106,6 +113,10 @@ class MoEKernel:
             moved, logits, state = self.transport.prepare_logits(x, logits, dp_num_tokens)
             if moved.shape[0] == 0 or self.spec.num_local_experts == 0:
                 out = torch.zeros_like(moved)
+            elif leaves_sum and self.transport.is_local:
+                return backend.apply_logits_unsummed(
+                    self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows
+                )
             else:
                 out = backend.apply_logits(
                     self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows

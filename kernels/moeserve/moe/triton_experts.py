@@ -20,8 +20,11 @@ from moeserve.moe.tuning import (
     load_table,
 )
 from moeserve.triton_kernels import combine, gemv, grouped_gemm, router
+from moeserve.triton_kernels import grouped_gemm_specialised as specialised
+from moeserve.triton_kernels.combine import SlotSum
 from moeserve.triton_kernels.gemv import GemvTile
 from moeserve.triton_kernels.grouped_gemm import Tile
+from moeserve.triton_kernels.moe_buckets import fill_buckets
 
 # Parts of the workspace start at multiples of this, which vector loads and descriptors want.
 ALIGNMENT_BYTES = 256
@@ -43,6 +46,7 @@ class Call:
         is_weight_on_input: The weight multiplies the token, K = 1 (Llama-4).
         is_deterministic: A token's bits must not depend on the batch.
         first_expert: Global id of the first local expert, where there is no map.
+        leaves_sum: The sum over slots may be left to the caller.
     """
 
     x: torch.Tensor
@@ -56,6 +60,7 @@ class Call:
     is_weight_on_input: bool = False
     is_deterministic: bool = False
     first_expert: int = 0
+    leaves_sum: bool = False
 
     @property
     def shape(self) -> LayerShape:
@@ -104,16 +109,19 @@ def workspace_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> 
 
 
 def _part_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> tuple[int, ...]:
-    """Counts, slots, activations, outputs by slot (K = 1 writes its output directly)."""
+    """Counts, slots, activations, rows of H by slot, plan of row blocks.
+
+    The rows hold the tokens in the experts' order, then the outputs.
+    """
     E, H, I, K = shape
-    outputs = 0 if K == 1 else T * K * H * itemsize
-    sizes = (E * 4, E * T * K * 4, T * K * I * itemsize, outputs)
+    plan = specialised.plan_size(T * K, E) * 4
+    sizes = (E * 4, E * T * K * 4, T * K * I * itemsize, T * K * H * itemsize, plan)
     return tuple(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
 
 
 def run_experts(
     call: Call, workspace: torch.Tensor | None = None, routing: RouterCall | None = None
-) -> torch.Tensor:
+) -> torch.Tensor | SlotSum:
     """Run the local experts.
 
     Args:
@@ -122,7 +130,8 @@ def run_experts(
         routing: Route first; the router then lists the experts' slots in the same launch.
 
     Returns:
-        [T, H] in the dtype of `x`; slots of other ranks' experts add exactly zero.
+        [T, H] in the dtype of `x`; slots of other ranks' experts add exactly zero. A `SlotSum`
+        where `call.leaves_sum` and there is a sum to be taken.
     """
     tiles = tiles_for(call)
     E, H, I, K = call.shape.E, call.shape.H, call.shape.I, call.shape.K
@@ -130,7 +139,7 @@ def run_experts(
     parts = _part_bytes((E, H, I, K), T, call.x.element_size())
     if workspace is None or workspace.numel() < sum(parts):
         workspace = torch.empty(sum(parts), dtype=torch.uint8, device=call.x.device)
-    counts, slots, act, by_slot = torch.split(workspace[: sum(parts)], list(parts))
+    counts, slots, act, by_slot, plan = torch.split(workspace[: sum(parts)], list(parts))
     act = _view(act, call.x.dtype, T * K, I)
     if isinstance(tiles.gate_up, GemvTile) and isinstance(tiles.down, GemvTile):
         if routing is not None:
@@ -139,16 +148,18 @@ def run_experts(
     if isinstance(tiles.gate_up, GemvTile) or isinstance(tiles.down, GemvTile):
         raise TypeError("a tile table mixes the gemv path with tiles for one token count")
     buckets = _view(counts, torch.int32, E), _view(slots, torch.int32, E, T * K)
-    by_slot = by_slot if K == 1 else _view(by_slot, call.x.dtype, T * K, H)
+    by_slot = _view(by_slot, call.x.dtype, T * K, H)
     if routing is not None:
         buckets[0].zero_()
         _route(call, routing, buckets)
     else:
-        router.fill_buckets(
+        fill_buckets(
             call.topk_ids, *buckets, num_experts=call.num_experts,
             first_expert=call.first_expert, expert_map=call.expert_map,
         )  # fmt: skip
-    return _run_grouped(call, buckets, act, by_slot, (tiles.gate_up, tiles.down))
+    return _run_grouped(
+        call, buckets, act, by_slot, plan.view(torch.int32), (tiles.gate_up, tiles.down)
+    )
 
 
 def _route(
@@ -188,19 +199,40 @@ def _run_grouped(
     buckets: tuple[torch.Tensor, torch.Tensor],
     act: torch.Tensor,
     by_slot: torch.Tensor,
+    plan: torch.Tensor,
     tiles: tuple[Tile, Tile],
-) -> torch.Tensor:
-    grouped_gemm.gate_up(
-        call.x, call.w13, act, buckets, tiles[0],
-        top_k=call.shape.K, activation=call.activation, weights_on_input=call.input_weights,
-    )  # fmt: skip
+) -> torch.Tensor | SlotSum:
+    if tiles[0].is_specialised or tiles[1].is_specialised:
+        specialised.arrange(
+            call.x, by_slot if tiles[0].is_specialised else None, plan, buckets, top_k=call.shape.K
+        )
+    if tiles[0].is_specialised:
+        specialised.gate_up(
+            by_slot, call.w13, act, plan, buckets[1], tiles[0],
+            activation=call.activation, weights_on_input=call.input_weights,
+        )  # fmt: skip
+    else:
+        grouped_gemm.gate_up(
+            call.x, call.w13, act, buckets, tiles[0],
+            top_k=call.shape.K, activation=call.activation, weights_on_input=call.input_weights,
+        )  # fmt: skip
     if call.shape.K == 1:
         # A slot is its token; what no local expert writes has to be zero.
-        out = torch.zeros_like(call.x, memory_format=torch.contiguous_format)
-        grouped_gemm.down(act, call.w2, out, buckets, tiles[1], weights=call.output_weights)
-        return out
+        by_slot = torch.zeros_like(call.x, memory_format=torch.contiguous_format)
+    if tiles[1].is_specialised:
+        specialised.down(
+            act, call.w2, by_slot, plan, buckets[1], tiles[1], weights=call.output_weights
+        )
+    else:
+        grouped_gemm.down(act, call.w2, by_slot, buckets, tiles[1], weights=call.output_weights)
+    if call.shape.K == 1:
+        return by_slot
+    if call.leaves_sum:
+        return SlotSum(
+            by_slot, call.topk_ids, call.shape.E, call.num_experts, call.first_expert,
+            call.expert_map,
+        )  # fmt: skip
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-    grouped_gemm.down(act, call.w2, by_slot, buckets, tiles[1], weights=call.output_weights)
     combine.combine(
         by_slot, call.topk_ids, out,
         num_local=call.shape.E, num_experts=call.num_experts,

@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moeserve.triton_kernels.grouped_gemm import ACTIVATION_CODES, _activate
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
+from moeserve.triton_kernels.grouped_gemm import ACTIVATION_CODES
+from moeserve.triton_kernels.grouped_gemm_kernels import _activate
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ def moe_gate_up_gemv_kernel(
     stride_x, first_expert, num_local, num_experts, H, I,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, HAS_MAP: tl.constexpr, ACTIVATION: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr, IS_GATED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, IS_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One slot's BN columns of act [T * K, I]."""
+    wait_for_inputs(PDL)
     slot = tl.program_id(1).to(tl.int64)
     local = _local_expert(ids_ptr, map_ptr, slot, first_expert, num_local, num_experts, HAS_MAP)
     if local >= 0:
@@ -88,6 +91,7 @@ def moe_down_gemv_kernel(
     stride_out, first_expert, num_local, num_experts, H, I,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's BN columns of out [T, H]: all its slots side by side, so their loads overlap."""
     token = tl.program_id(1).to(tl.int64)
@@ -105,8 +109,15 @@ def moe_down_gemv_kernel(
     local = tl.where(is_here, local, 0)
     w_row = w2_ptr + (local.to(tl.int64) * H + tl.where(n < H, n, 0))[:, None] * I
     a_row = act_ptr + tl.where(is_here, slot, 0)[:, None] * I
-    acc = tl.zeros([BLOCK_K * BN, BK], tl.float32)
-    for i in tl.range(0, I, BK, num_stages=STAGES):
+    ii = tl.arange(0, BK)[None, :]
+    is_in = is_here[:, None] if EVEN else is_here[:, None] & (ii < I)
+    # Ids were complete before the gate and up kernel began, so the first weights may be on their
+    # way before its activations are.
+    w = tl.load(w_row + ii, mask=is_in, other=0.0)
+    wait_for_inputs(PDL)
+    a = tl.load(a_row + ii, mask=is_in, other=0.0).to(tl.float32)
+    acc = w.to(tl.float32) * a
+    for i in tl.range(BK, I, BK, num_stages=STAGES):
         ii = (i + tl.arange(0, BK))[None, :]
         is_in = is_here[:, None] if EVEN else is_here[:, None] & (ii < I)
         a = tl.load(a_row + ii, mask=is_in, other=0.0).to(tl.float32)
@@ -135,7 +146,7 @@ def gate_up_gemv(
         EVEN=I % tile.block_n == 0 and H % tile.block_k == 0,
         HAS_MAP=expert_map is not None, ACTIVATION=ACTIVATION_CODES[activation],
         WEIGHT_ON_INPUT=weights_on_input is not None, IS_GATED=activation != "relu2",
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, **dependent(x),
     )  # fmt: skip
 
 
@@ -154,5 +165,5 @@ def down_gemv(
         BN=tile.block_n, BK=tile.block_k, STAGES=tile.num_stages,
         EVEN=I % tile.block_k == 0,
         HAS_MAP=expert_map is not None, HAS_WEIGHT=weights is not None,
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, **dependent(act),
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Receives raw logits; returns `topk_ids` int32 and `topk_weights` float32, and on request counts
 per expert and each expert's list of slots, which the grouped GEMMs read. One warp owns one row,
-so every reduction stays in registers. The same rules in torch: `moe/routing.py`.
+so every reduction stays in registers. The same rules in torch: `moe/routing.py`; lists from ids
+that another router made: `moe_buckets.py`.
 
 NaN rule: NaN counts as -inf before the row reduction, +inf as the largest finite value; a row
 without any finite logit counts as a row of zeros. Selection compares order-preserving integer
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
 
 if TYPE_CHECKING:  # device code depends on nothing of `moe/` when it runs
     from moeserve.moe.spec import RoutingSpec
@@ -94,8 +97,10 @@ def moe_router_kernel(
     IS_LLAMA4: tl.constexpr,
     HAS_BUCKETS: tl.constexpr,
     HAS_NAN_COUNT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS rows a program, one warp a row; see the module's docstring for the rules."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, BLOCK_E)[None, :]
     is_lane = lane < E
@@ -161,34 +166,6 @@ def moe_router_kernel(
         rank = tl.atomic_add(counts_ptr + local, 1, mask=is_local, sem="relaxed")
         at = local.to(tl.int64) * bucket_stride + rank
         tl.store(buckets_ptr + at, (row * K + slot).to(tl.int32), mask=is_local)
-
-
-@triton.jit(do_not_specialize=["num_slots", "bucket_stride", "first_expert"])
-def moe_bucket_kernel(
-    ids_ptr,
-    map_ptr,
-    counts_ptr,
-    buckets_ptr,
-    num_slots,
-    bucket_stride,
-    first_expert,
-    num_local,
-    num_experts,
-    HAS_MAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Lists each local expert's slots from ids that another router made; -1 is nobody's."""
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
-    is_known = (expert >= 0) & (expert < num_experts)
-    if HAS_MAP:
-        local = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int32)
-    else:
-        local = tl.where(is_known, expert - first_expert, -1)
-    is_local = (local >= 0) & (local < num_local)
-    rank = tl.atomic_add(counts_ptr + local, 1, mask=is_local, sem="relaxed")
-    at = local.to(tl.int64) * bucket_stride + rank
-    tl.store(buckets_ptr + at, slot.to(tl.int32), mask=is_local)
 
 
 def route(
@@ -258,45 +235,6 @@ def route(
         HAS_BUCKETS=buckets is not None,
         HAS_NAN_COUNT=nan_rows is not None,
         num_warps=rows,
+        **dependent(logits),
     )
     return weights, ids
-
-
-def fill_buckets(
-    topk_ids: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    num_experts: int,
-    first_expert: int = 0,
-    expert_map: torch.Tensor | None = None,
-) -> None:
-    """List the slots of each local expert from given ids.
-
-    Args:
-        topk_ids: [T, K] int32 or int64, contiguous; -1 belongs to nobody.
-        counts: [E_loc] int32, overwritten with the number of slots of each expert.
-        slots: [E_loc, at least T * K] int32; the first `counts[e]` of row e are filled.
-        num_experts: E, global.
-        first_expert: Global id of the first local expert, where there is no map.
-        expert_map: [E] int32, global id -> local id or -1.
-    """
-    counts.zero_()
-    num_slots = topk_ids.numel()
-    if num_slots == 0:
-        return
-    block = 128
-    moe_bucket_kernel[(triton.cdiv(num_slots, block),)](
-        topk_ids,
-        expert_map if expert_map is not None else topk_ids,
-        counts,
-        slots,
-        num_slots,
-        slots.stride(0),
-        first_expert,
-        counts.shape[0],
-        num_experts,
-        HAS_MAP=expert_map is not None,
-        BLOCK=block,
-        num_warps=1,
-    )

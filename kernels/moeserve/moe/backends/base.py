@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from moeserve.moe.spec import MoESpec, MoEWeights, Support
+
+if TYPE_CHECKING:
+    from moeserve.triton_kernels.combine import SlotSum
 
 CHECKPOINT = "checkpoint"
 # Platforms that this project has hardware of; on any other a backend was never executed.
@@ -245,3 +248,16 @@ class Backend(ABC):
             NotImplementedError: This backend takes ids.
         """
         raise NotImplementedError(f"{self.name} takes ids and weights, not router logits")
+
+    def apply_logits_unsummed(
+        self,
+        spec: MoESpec,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: MoEWeights,
+        workspace: torch.Tensor | None = None,
+        nan_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor | SlotSum:
+        """`apply_logits`, where the sum over slots may be left to the norm that follows."""
+        return self.apply_logits(spec, x, logits, bias, weights, workspace, nan_rows)

@@ -6,11 +6,16 @@ sequence is `moe/triton_experts.py`, tile sizes are `moe/tuning.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from moeserve.moe.backends.base import Backend, Routed, Traits
 from moeserve.moe.backends.optional import library_reason
 from moeserve.moe.spec import MoESpec, MoEWeights
+
+if TYPE_CHECKING:
+    from moeserve.triton_kernels.combine import SlotSum
 
 
 class TritonExperts(Backend):
@@ -53,7 +58,7 @@ class TritonExperts(Backend):
             return torch.zeros_like(x)
         from moeserve.moe.triton_experts import Call, run_experts
 
-        return run_experts(
+        out = run_experts(
             Call(
                 x=x,
                 w13=weights.w13,
@@ -68,6 +73,8 @@ class TritonExperts(Backend):
             ),
             workspace,
         )
+        assert isinstance(out, torch.Tensor)
+        return out
 
     def apply_logits(
         self,
@@ -80,6 +87,37 @@ class TritonExperts(Backend):
         nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.apply_logits`: the router lists each expert's slots in its own launch."""
+        out = self._routed(spec, x, logits, bias, weights, workspace, nan_rows)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def apply_logits_unsummed(
+        self,
+        spec: MoESpec,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: MoEWeights,
+        workspace: torch.Tensor | None = None,
+        nan_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor | SlotSum:
+        """See `Backend.apply_logits_unsummed`."""
+        return self._routed(
+            spec, x, logits, bias, weights, workspace, nan_rows, leaves_sum=True
+        )
+
+    def _routed(
+        self,
+        spec: MoESpec,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: MoEWeights,
+        workspace: torch.Tensor | None,
+        nan_rows: torch.Tensor | None,
+        *,
+        leaves_sum: bool = False,
+    ) -> torch.Tensor | SlotSum:
         if x.shape[0] == 0 or weights.w13.shape[0] == 0:
             return torch.zeros_like(x)
         from moeserve.moe.triton_experts import Call, RouterCall, run_experts
@@ -97,6 +135,7 @@ class TritonExperts(Backend):
                 is_weight_on_input=spec.routing.weight_on_input,
                 is_deterministic=spec.is_deterministic,
                 first_expert=spec.first_local_expert,
+                leaves_sum=leaves_sum,
             ),
             workspace,
             RouterCall(logits, spec.routing, bias, nan_rows),

@@ -1,0 +1,42 @@
+"""Programmatic dependent launch: a kernel's programs start while the kernel before it still runs.
+
+On Hopper and newer a launch may ask for this. The kernel then has to call `wait_for_inputs` in
+every program before it reads what an earlier kernel wrote and before it writes anything: the wait
+ends when the kernel ahead has finished and its writes can be seen, and because that one waited in
+turn, everything before it has finished too. A program that left without waiting would break this
+for all that follow. Only weights, which no kernel writes, may be read before the wait. Elsewhere
+(older GPUs, other vendors, the interpreter) launches stay one after another.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+MIN_CAPABILITY = 9
+
+
+@triton.jit
+def wait_for_inputs(PDL):
+    """Wait for the kernel ahead, then let the kernel behind start; nothing without PDL."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def dependent(x: torch.Tensor) -> dict[str, bool]:
+    """Launch options for a kernel on the device of `x`: the constexpr `PDL` and what it implies."""
+    if x.is_cuda and _is_capable(x.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@lru_cache(maxsize=16)
+def _is_capable(device: torch.device) -> bool:
+    # ROCm builds of torch say "cuda" too.
+    if torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= MIN_CAPABILITY
