@@ -60,8 +60,8 @@ class Answer:
         text: Reply of the first repeat, None where it is missing.
         text_sha256: Of the reply, "" where it is missing.
         logprobs: Log-probabilities of the reply's tokens, () where not recorded.
-        logprob_noise: Root mean square shift per token between two replays by the build that
-            made the baseline, None where not measured.
+        logprobs_again: From a second replay by the same build, () where there was none.
+        logprob_noise: Root mean square shift per token between the two, None where unknown.
     """
 
     outcomes: tuple[bool | None, ...]
@@ -70,6 +70,7 @@ class Answer:
     text_sha256: str = ""
     logprobs: tuple[float, ...] = ()
     logprob_noise: float | None = None
+    logprobs_again: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,7 @@ def make_baseline(
     hardware: str,
     commit: str,
 ) -> Baseline:
-    """Build a baseline from a finished run.
-
-    Raises:
-        ConfigError: The run ended early, has no outcome per question, or lacks answers.
-    """
+    """Build a baseline from a finished run; ConfigError where it ended early or lacks answers."""
     if result.stopped:
         raise ConfigError(
             f"the run ended early ({result.stopped}); a baseline needs every answer: run the job "
@@ -214,14 +211,18 @@ def make_baseline(
 
 
 def with_logprobs(
-    baseline: Baseline, logprobs: Mapping[int, Sequence[float]], noise: Mapping[int, float]
+    baseline: Baseline,
+    logprobs: Mapping[int, Sequence[float]],
+    noise: Mapping[int, float],
+    again: Mapping[int, Sequence[float]] | None = None,
 ) -> Baseline:
-    """Put teacher-forced log-probabilities and their noise into a baseline."""
+    """Put teacher-forced log-probabilities, their noise and a second replay into a baseline."""
     answers = {
         index: replace(
             answer,
             logprobs=tuple(round(x, LOGPROB_DIGITS) for x in logprobs.get(index, ())),
             logprob_noise=round(noise[index], 8) if index in noise else None,
+            logprobs_again=tuple(round(x, LOGPROB_DIGITS) for x in (again or {}).get(index, ())),
         )
         for index, answer in baseline.answers.items()
     }
@@ -233,6 +234,10 @@ def to_dict(baseline: Baseline) -> dict[str, Any]:
     data = asdict(baseline)
     data["schema"] = SCHEMA
     data["answers"] = {str(index): value for index, value in data["answers"].items()}
+    for value in data["answers"].values():
+        # Absent where there is none: files made before there was this key keep their digest.
+        if not value["logprobs_again"]:
+            del value["logprobs_again"]
     return data
 
 
@@ -276,6 +281,7 @@ def parse(text: str, name: str) -> Baseline:
                 text_sha256=value["text_sha256"],
                 logprobs=tuple(value["logprobs"]),
                 logprob_noise=value["logprob_noise"],
+                logprobs_again=tuple(value.get("logprobs_again", ())),
             )
             for index, value in data["answers"].items()
         }

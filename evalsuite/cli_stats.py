@@ -7,8 +7,9 @@ Receives parsed options from `cli.py`, prints, returns an exit code. The logic i
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -95,10 +96,10 @@ def baseline_save(
     )
     if replay_with is not None:
         with WarmServer(job, replay_with, run_dir / "replay") as warm:
-            first, second = (_score_baseline(warm, job, made, replay_with) for _ in range(2))
+            first, second = (_score_baseline(warm, job, made, replay_with, i) for i in range(2))
         logprobs = {index: scored.logprobs for index, scored in first.items()}
         again = {index: scored.logprobs for index, scored in second.items()}
-        made = with_logprobs(made, logprobs, replay.noise_between(logprobs, again))
+        made = with_logprobs(made, logprobs, replay.noise_between(logprobs, again), again)
     path = baseline_store.save(root, job.id, made)
     command = f"evalsuite baseline approve {job.id} {path.stem[:12]}"
     say(baseline_store.describe(made), f"saved {path}", f"it counts after: {command}")
@@ -211,11 +212,15 @@ def replay_job(
         for i, answer in baseline.answers.items()
         if answer.logprob_noise is not None
     }
+    old = {i: answer.logprobs_again for i, answer in baseline.answers.items()}
+    is_paired = any(old.values())
     with WarmServer(job, options, folder) as warm:
-        scored = _score_baseline(warm, job, baseline, options)
+        scored = _score_baseline(warm, job, baseline, options, 0)
+        twice = _score_baseline(warm, job, baseline, options, 1) if is_paired else {}
         explained = _explain(warm, job, baseline, options, wanted.run_dir, scored)
     after = {index: one.logprobs for index, one in scored.items()}
-    outcome = replay.compare_logprobs(before, after, wanted.limits, noise or None)
+    again = (old, {index: one.logprobs for index, one in twice.items()}) if is_paired else None
+    outcome = replay.compare_logprobs(before, after, wanted.limits, noise or None, again)
     say(f"{job.id}: {outcome.status}: {outcome.reason}")
     if baseline.logprob_source == "sampled":
         say("note: the baseline's log-probabilities are of sampling, not of a replay")
@@ -226,15 +231,27 @@ def replay_job(
 
 
 def _score_baseline(
-    warm: WarmServer, job: EvalJob, baseline: Baseline, options: RunOptions
+    warm: WarmServer, job: EvalJob, baseline: Baseline, options: RunOptions, number: int
 ) -> dict[int, Scored]:
+    """Teacher-force every answer, in an order of its own.
+
+    Args:
+        warm: The server.
+        job: Names the prompts.
+        baseline: Whose answers.
+        options: Where data are.
+        number: Of the replay: the same number means the same load, so that replays of two builds
+            differ by what the builds differ by.
+    """
     prompts = prompts_of(_asked(job.config, baseline), options, baseline.identity.prompt_hash)
     texts = {
         index: (prompts[index], answer.text)
         for index, answer in baseline.answers.items()
         if answer.text and index in prompts
     }
-    return score(warm.replay, texts)
+    order = random.sample(sorted(texts), len(texts))
+    server = replace(warm.replay, concurrency=max(1, warm.replay.concurrency >> number))
+    return score(server, {index: texts[index] for index in order})
 
 
 def _asked(config: EvalConfig, baseline: Baseline) -> EvalConfig:

@@ -15,9 +15,12 @@ from statistics import median
 from evalsuite.errors import EvalError
 from evalsuite.flips import Flip
 from evalsuite.replay_client import Scored
+from evalsuite.stats.agreement import shift_in_noise, sign_agreement
 from evalsuite.stats.paired import sign_flip_monte_carlo
 from evalsuite.stats.proportion import binomial_cdf
 from evalsuite.verdict import Status
+
+Logprobs = Mapping[int, Sequence[float]]
 
 # Two continuations whose log-probabilities differ by less than this are a toss between builds
 # that differ by rounding in bf16 alone: nine in ten of their replies part at such a token
@@ -45,6 +48,8 @@ class ReplayLimits:
             test is exact for an unchanged build; above it is room for other kernels.
         min_spread: Root mean square shift per token that always passes, in nats: four times what
             another rounding of float32 does at most, and above the digits a baseline keeps.
+        max_agreement: Agreement of two independent shifts that passes (`stats/agreement.py`). At
+            0 the test is exact for an unchanged build.
         min_aligned: Share of questions that must have the same tokens on both sides.
     """
 
@@ -53,6 +58,7 @@ class ReplayLimits:
     max_spread: float | None = None
     noise_factor: float = 1.5
     min_spread: float = 1e-6
+    max_agreement: float = 0.0
     min_aligned: float = 0.95
 
 
@@ -70,6 +76,9 @@ class ReplayOutcome:
         num_beyond: Questions whose spread is beyond what all but a few of the noise's have.
         p_beyond: One-sided p of that many at a rate of `MAX_BEYOND`, None where the noise is
             unknown. A confident model shows a fault in a few questions with a near-tie alone.
+        agreement: Of the shifts in two independent pairs of replays, mean over questions; None
+            where each build was replayed once.
+        p_agreement: One-sided p of it against `max_agreement`.
         num_tokens: Tokens compared.
         num_questions: Questions compared.
         num_unaligned: Questions whose tokens differ in number.
@@ -84,6 +93,8 @@ class ReplayOutcome:
     p_spread: float | None = None
     num_beyond: int = 0
     p_beyond: float | None = None
+    agreement: float | None = None
+    p_agreement: float | None = None
     num_tokens: int = 0
     num_questions: int = 0
     num_unaligned: int = 0
@@ -105,10 +116,11 @@ def rms(values: Sequence[float]) -> float:
 
 
 def compare_logprobs(
-    before: Mapping[int, Sequence[float]],
-    after: Mapping[int, Sequence[float]],
+    before: Logprobs,
+    after: Logprobs,
     limits: ReplayLimits,
     noise: Mapping[int, float] | None = None,
+    again: tuple[Logprobs, Logprobs] | None = None,
 ) -> ReplayOutcome:
     """Gate on the shift of per-token log-probabilities, questions as units.
 
@@ -117,6 +129,7 @@ def compare_logprobs(
         after: The same from the server under test.
         limits: What passes.
         noise: Question -> root mean square shift between two replays of the baseline's build.
+        again: Both once more, from a second replay of each build under the same load.
     """
     asked = [index for index in before if before[index]]
     pairs = {
@@ -138,6 +151,7 @@ def compare_logprobs(
     excess = _excess(spreads, limits, noise)
     p_spread = sign_flip_monte_carlo(clipped(excess)) if excess else None
     num_beyond, p_beyond = _beyond(spreads, limits, noise)
+    agreed = _agreements(pairs, again, limits) if again else []
     outcome = ReplayOutcome(
         Status.PASS,
         "",
@@ -147,12 +161,15 @@ def compare_logprobs(
         p_spread=p_spread,
         num_beyond=num_beyond,
         p_beyond=p_beyond,
+        agreement=math.fsum(agreed) / len(agreed) if agreed else None,
+        p_agreement=_p_above(agreed, limits.max_agreement) if agreed else None,
         num_tokens=sum(map(len, pairs.values())),
         num_questions=len(pairs),
         num_unaligned=unaligned,
         largest=tuple(sorted(means.items(), key=lambda item: -abs(item[1]))[:10]),
     )
-    p_values = [p for p in (p_mean, p_spread, p_beyond) if p is not None]
+    tests = (p_mean, p_spread, p_beyond, outcome.p_agreement)
+    p_values = [p for p in tests if p is not None]
     level = limits.alpha / len(p_values)
     status = Status.FAIL if min(p_values) <= level else Status.PASS
     return replace(outcome, status=status, reason=_reason(outcome, limits, level))
@@ -162,6 +179,12 @@ def _reason(outcome: ReplayOutcome, limits: ReplayLimits, level: float) -> str:
     spread = "" if outcome.p_spread is None else f", p {outcome.p_spread:.4g}"
     if outcome.p_beyond is not None:
         spread += f"; {outcome.num_beyond} answers beyond the noise, p {outcome.p_beyond:.4g}"
+    if outcome.agreement is not None:
+        spread += (
+            f"; two shifts agree by {outcome.agreement:+.4f}, as of one of "
+            f"{shift_in_noise(outcome.agreement):.2g} times the noise (passes "
+            f"{limits.max_agreement:g}, p {outcome.p_agreement:.4g})"
+        )
     return (
         f"{outcome.num_tokens} tokens of {outcome.num_questions} answers: mean loss "
         f"{outcome.mean_shift:+.5f} nats a token (passes {limits.max_mean_shift:g}, p "
@@ -188,6 +211,26 @@ def _excess(
     return excess
 
 
+def _p_above(values: Sequence[float], limit: float) -> float:
+    return sign_flip_monte_carlo([x - limit for x in values])
+
+
+def _agreements(
+    pairs: Mapping[int, Sequence[float]], again: tuple[Logprobs, Logprobs], limits: ReplayLimits
+) -> list[float]:
+    """Agreement of each question's two shifts, where both replays have all its tokens."""
+    old, new = again
+    return [
+        sign_agreement(
+            shift,
+            [x - y for x, y in zip(old[index], new[index], strict=True)],
+            limits.min_spread,
+        )
+        for index, shift in pairs.items()
+        if len(old.get(index, ())) == len(new.get(index, ())) == len(shift)
+    ]
+
+
 def _beyond(
     spreads: Mapping[int, float], limits: ReplayLimits, noise: Mapping[int, float] | None
 ) -> tuple[int, float | None]:
@@ -201,9 +244,7 @@ def _beyond(
     return count, 1.0 - binomial_cdf(count - 1, len(spreads), MAX_BEYOND) if count else 1.0
 
 
-def noise_between(
-    first: Mapping[int, Sequence[float]], second: Mapping[int, Sequence[float]]
-) -> dict[int, float]:
+def noise_between(first: Logprobs, second: Logprobs) -> dict[int, float]:
     """Question -> root mean square shift between two replays of one build."""
     return {
         index: rms([a - b for a, b in zip(first[index], second[index], strict=True)])
