@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evalsuite.config import load_config
+from evalsuite.config import Calibration, load_config
 from evalsuite.dose_response import (
     ACCURACY_GATES,
     BEGIN,
@@ -106,8 +107,15 @@ def test_thresholds_are_the_measured_accuracy() -> None:
         path = ROOT / "configs" / "moe-refactor" / f"MiniGSM-tiny-{name}.yaml"
         config = load_config(path)
         assert config.num_questions == int(found[3])
-        assert config.accuracy_threshold == round(int(found[2]) / int(found[3]), 2)
-        assert config.tolerance == 0.02
+        accuracy = int(found[2]) / int(found[3])
+        assert config.accuracy_threshold == round(accuracy, 2)
+        # As `evalsuite calibrate` wrote it: repeats are bit-equal, so half a question is enough,
+        # and one answer less is below the floor.
+        assert isinstance(config.calibration, Calibration)
+        assert config.calibration.sigma_run == 0.0
+        assert config.calibration.num_questions == config.num_questions
+        assert config.tolerance == math.ceil(1e4 * 0.5 / config.num_questions) / 1e4
+        assert accuracy - 1 / config.num_questions < config.effective_floor <= accuracy
     assert 90 < float(found[1]) < 98
 
 

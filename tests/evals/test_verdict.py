@@ -141,6 +141,15 @@ def test_floor_inside_the_noise_is_said(n: int, is_warned: bool) -> None:
     assert any("inside the noise" in text for text in verdict.warnings) is is_warned
 
 
+@pytest.mark.parametrize(("measured_on", "is_warned"), [(200, False), (1319, True)])
+def test_a_measured_noise_is_the_runs_own(measured_on: int, is_warned: bool) -> None:
+    noise = {"sigma_run": 0.001, "discordant": 0.0004, "repeats": 5, "num_questions": measured_on}
+    job = make_job(accuracy_threshold=0.92, tolerance=0.01, num_questions=200, calibration=noise)
+    verdict = judge(job, make_result(183, 200), NOTHING)
+    assert verdict.status is Status.PASS
+    assert any("inside the noise" in text for text in verdict.warnings) is is_warned
+
+
 def test_numbers_of_a_verdict() -> None:
     verdict = judge(make_job(), make_result(1190, 1319), NOTHING, context=RunContext("abc", "h"))
     assert verdict.stderr == pytest.approx(0.00818, abs=1e-5)
