@@ -101,7 +101,7 @@ def expected() -> dict[str, list[int]]:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter takes milliseconds a program.
-    monkeypatch.setattr("moeserve.triton_kernels.attention_split.NUM_PROGRAMS", 4)
+    monkeypatch.setattr("moeserve.triton_kernels.attention_decode.NUM_PROGRAMS", 4)
 
 
 def test_greedy_tokens_equal_the_cpus(expected: dict[str, list[int]]) -> None:

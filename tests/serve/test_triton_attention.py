@@ -6,9 +6,12 @@ import pytest
 import torch
 from attention_helpers import Cache, attention_truth, make_cache
 
-from moeserve.triton_kernels import attention_rows, attention_split
+from moeserve.layers.rope import RotaryTable
+from moeserve.triton_kernels import attention_decode, attention_rows
+from moeserve.triton_kernels.attention_decode import NewTokens, attend_new_tokens
 from moeserve.triton_kernels.attention_rows import Pages, RowsTile, SharedState
-from moeserve.triton_kernels.rope import Heads
+from moeserve.triton_kernels.linear_split import Parts
+from moeserve.triton_kernels.rope import Heads, RopeTables, rope_and_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # ||out - truth|| / ||truth|| in float32.
@@ -57,18 +60,52 @@ def test_decode_equals_float64(name: str, is_fixed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("splits", [2, 8])
-def test_split_keys_equal_float64(name: str, splits: int) -> None:
+@pytest.mark.parametrize("programs", [1, 64, 512])
+@pytest.mark.parametrize("num_parts", [0, 3])
+def test_new_tokens_are_normed_rotated_stored_and_attended(
+    name: str, programs: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_decode, "NUM_PROGRAMS", programs)
     heads = HEADS[name]
-    cache = make_cache(LENGTHS, heads, device=DEVICE, spread=3.0)
-    q, out = queries(len(LENGTHS), heads), result(len(LENGTHS), heads)
-    attention_split.decode_split(q, out, len(LENGTHS), splits, cache.pages, heads, SMALL)
-    assert error(out, decode_truth(q, cache, heads)) < LIMIT
+    B, NQ, NKV, D = len(LENGTHS), heads.NQ, heads.NKV, heads.D
+    cache = make_cache(LENGTHS, heads, device=DEVICE, spread=2.0)
+    table = RotaryTable(D, 128, 1e4, torch.float32)
+    tables = RopeTables(table.cos.to(DEVICE), table.sin.to(DEVICE))
+    norm = (torch.rand(NQ + NKV, D, device=DEVICE) + 0.5, 1e-6)
+    parts = torch.randn(max(num_parts, 1), B, (NQ + 2 * NKV) * D, device=DEVICE)
+    slots = torch.tensor(
+        [
+            int(cache.pages.table[i, (n - 1) // heads.page_size]) * heads.page_size
+            + (n - 1) % heads.page_size
+            for i, n in enumerate(LENGTHS)
+        ],
+        dtype=torch.int32,
+        device=DEVICE,
+    )
+    # What three launches give: norm, rotation and cache write, then attention.
+    qkv, expected = parts.sum(0), result(B, heads)
+    rope_and_store(qkv, norm, tables, (cache.pages.positions, slots), cache.pages.cache, heads)
+    stored = cache.pages.cache.clone()
+    attention_rows.decode_rows(qkv, expected, B, cache.pages, heads, SMALL)
+    cache.pages.cache.view(-1, 2, NKV, heads.page_size, D)[
+        slots // heads.page_size, :, :, slots % heads.page_size
+    ] = float("nan")
+    out = result(B, heads)
+    tickets = torch.zeros(attention_decode.num_tickets(heads), dtype=torch.int32, device=DEVICE)
+    given = Parts(parts) if num_parts else parts[0]
+    new = NewTokens(norm, tables, slots)
+    attend_new_tokens(given, out, B, new, cache.pages, heads, SMALL, tickets)
+    assert error(out, expected.cpu().double()) < LIMIT
+    kept = ~stored.isnan()
+    assert torch.equal(kept, ~cache.pages.cache.isnan())
+    assert error(cache.pages.cache[kept], stored[kept].cpu().double()) < LIMIT
+    # Ready for the next layer.
+    assert not tickets.any()
 
 
 def test_number_of_parts_fills_the_card_and_ends_at_one() -> None:
     heads = Heads(32, 4, 128, 32)
-    counts = {B: attention_split.num_splits(B, heads) for B in (1, 4, 16, 64, 65, 128, 256)}
+    counts = {B: attention_decode.num_splits(B, heads) for B in (1, 4, 16, 64, 65, 128, 256)}
     assert counts == {1: 32, 4: 32, 16: 8, 64: 2, 65: 1, 128: 1, 256: 1}
 
 
@@ -133,12 +170,20 @@ def test_padding_reads_nothing_and_gives_zero() -> None:
     )
     q = queries(4, heads)
     q[2:] = float("nan")
-    out, split = result(4, heads), result(4, heads)
+    out = result(4, heads)
     attention_rows.decode_rows(q, out, 4, pages, heads, SMALL)
-    attention_split.decode_split(q, split, 4, 4, pages, heads, SMALL)
-    for each in (out, split):
-        assert error(each[:2], decode_truth(q[:2], cache, heads)) < LIMIT
-        assert torch.equal(each[2:], torch.zeros_like(each[2:]))
+    assert error(out[:2], decode_truth(q[:2], cache, heads)) < LIMIT
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))
+    # The form that stores new tokens: rows of padding store nothing either.
+    table = RotaryTable(heads.D, 64, 1e4, torch.float32)
+    tables = RopeTables(table.cos.to(DEVICE), table.sin.to(DEVICE))
+    slots = torch.tensor([-1, -1, -1, -1], dtype=torch.int32, device=DEVICE)
+    tickets = torch.zeros(attention_decode.num_tickets(heads), dtype=torch.int32, device=DEVICE)
+    before = pages.cache.clone()
+    out = result(4, heads)
+    attend_new_tokens(q, out, 4, NewTokens(None, tables, slots), pages, heads, SMALL, tickets)
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))
+    assert torch.equal(before.nan_to_num(9.0), pages.cache.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("name", HEADS)

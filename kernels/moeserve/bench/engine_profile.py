@@ -144,7 +144,12 @@ class _Watched:
         return getattr(self.kernel, name)
 
     def __call__(
-        self, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any, **how: Any
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        *rest: Any,
+        **how: Any,
     ) -> object:
         self.counts.append(torch.unique(route(logits, self.routing, bias).ids).numel())
         return self.kernel(x, logits, bias, *rest, **how)

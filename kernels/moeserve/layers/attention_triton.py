@@ -19,8 +19,10 @@ from torch import Tensor
 from moeserve.errors import Unsupported, UsageError
 from moeserve.layers.attention import Array, Attention, AttentionShape, HostBatch
 from moeserve.layers.step_inputs import StepSizes, StepViews, pack
-from moeserve.triton_kernels import attention_rows, attention_split
+from moeserve.triton_kernels import attention_decode, attention_rows
+from moeserve.triton_kernels.attention_decode import NewTokens
 from moeserve.triton_kernels.attention_rows import Pages, RowsTile, SharedState
+from moeserve.triton_kernels.linear_split import Parts
 from moeserve.triton_kernels.rope import Heads, RopeTables, rope_and_store
 
 if TYPE_CHECKING:
@@ -63,6 +65,11 @@ class TritonPlan:
     num_items: int
     has_shared: bool
 
+    @property
+    def is_plain_decode(self) -> bool:
+        """Nothing but rows with one token each and all keys of their own."""
+        return self.num_items == 0 and not self.has_shared
+
 
 class TritonPagedAttention:
     """See `AttentionBackend`."""
@@ -100,13 +107,16 @@ class TritonPagedAttention:
         # Half a page at a time: shorter last blocks, and as fast on long contexts (H200).
         self.decode_tile = self._tile(least_m, 4, 5, most_n=32)
         self.split_tile = self._tile(least_m, 2, 5, most_n=32)
-        self.prefill_tile = self._tile(max(128, least_m), 8, 5)
-        self.shared_tile = self._tile(max(64, least_m), 4, 5)
+        self.prefill_tile = self._tile(max(128, least_m), 8, 3)
+        self.shared_tile = self._tile(max(64, least_m), 4, 3)
         if is_deterministic:
             # One tile for everything, so that a row has the same bits whoever computes it.
-            fixed = self._tile(max(64, least_m), 4, 5)
+            fixed = self._tile(max(64, least_m), 4, 3)
             self.decode_tile = self.prefill_tile = self.shared_tile = fixed
         self.block_tokens = self.prefill_tile.block_m // group
+        self._tickets = torch.zeros(
+            attention_decode.num_tickets(self.heads), dtype=torch.int32, device=device
+        )
 
     def _tile(self, block_m: int, num_warps: int, num_stages: int, most_n: int = 64) -> RowsTile:
         """A tile whose keys are a part of one page; float32 takes twice the room."""
@@ -153,25 +163,49 @@ class TritonPagedAttention:
         """The plan over numbers that are on the device already."""
         return TritonPlan(views, sizes.num_decodes, sizes.num_items, has_shared)
 
+    def takes_parts(self, batch: ForwardBatch) -> bool:
+        """In steps of nothing but decode rows, whose kernel reads the projection once."""
+        plan = batch.attention
+        return isinstance(plan, TritonPlan) and plan.is_plain_decode and not self.is_deterministic
+
     def forward(self, q: Tensor, kv: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Not this backend's form."""
         raise NotImplementedError("attention backend 'triton' takes the fused projection")
 
     def forward_fused(
-        self, qkv: Tensor, layer: Attention, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+        self,
+        qkv: Tensor | Parts,
+        layer: Attention,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
     ) -> Tensor:
-        """Norm, rotation, cache write, attention; see `AttentionBackend.forward_fused`."""
+        """Norm, rotation, cache write, attention; see `AttentionBackend.forward_fused`.
+
+        Parts of a split product are taken where `TritonPlan.is_plain_decode`.
+        """
         plan = batch.attention
         assert isinstance(plan, TritonPlan)
         views = plan.views
         norm = None if layer.norm_eps is None else (layer.qk_norm_weight, layer.norm_eps)
-        rope_and_store(
-            qkv, norm, RopeTables(*rope), (views.positions, views.slots), layer.cache, self.heads
-        )
         pages = Pages(layer.cache, views.table, views.positions, views.meta)
-        width = self.heads.NQ * self.heads.D
-        out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
-        if plan.num_decodes:
+        width, T = self.heads.NQ * self.heads.D, qkv.shape[0]
+        out = torch.empty(T, width, dtype=layer.cache.dtype, device=self.device)
+        # Rows whose norm, rotation and cache write are a part of their attention.
+        first = 0 if self.is_deterministic or plan.has_shared else plan.num_decodes
+        if first:
+            splits = attention_decode.num_splits(first, self.heads)
+            attention_decode.attend_new_tokens(
+                qkv, out, first, NewTokens(norm, RopeTables(*rope), views.slots), pages,
+                self.heads, self.split_tile if splits > 1 else self.decode_tile, self._tickets,
+            )  # fmt: skip
+        if first == T:
+            return out
+        assert isinstance(qkv, Tensor)
+        rope_and_store(
+            qkv, norm, RopeTables(*rope), (views.positions, views.slots), layer.cache, self.heads,
+            first,
+        )  # fmt: skip
+        if plan.num_decodes > first:
             self._decode(qkv, out, plan, pages)
         if plan.num_items:
             attention_rows.prefill_rows(
@@ -192,9 +226,6 @@ class TritonPagedAttention:
             attention_rows.shared_prefix(
                 q, state, B, pages, heads, self.shared_tile, is_fixed=is_fixed
             )
-        elif not is_fixed and (splits := attention_split.num_splits(B, heads)) > 1:
-            attention_split.decode_split(q, out, B, splits, pages, heads, self.split_tile)
-            return
         attention_rows.decode_rows(
             q, out, B, pages, heads, self.decode_tile, state=state, is_fixed=is_fixed
         )

@@ -8,12 +8,13 @@ then calls `process_weights`; loading again does the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeserve.layers.linear import fixed_projection
+from moeserve.layers.linear import fixed_projection, project_narrow
 from moeserve.moe.backends.common import (
     activate,
     activate_exactly,
@@ -24,6 +25,9 @@ from moeserve.moe.dispatch import Workspace
 from moeserve.moe.oracle import convert_to_unquantized_kernel_format, make_unquantized_moe_kernel
 from moeserve.moe.spec import MoESpec, MoEWeights, Plan
 from moeserve.parallel import Parallel
+
+if TYPE_CHECKING:
+    from moeserve.triton_kernels.combine import SlotSum
 
 
 class MoELayer(nn.Module):
@@ -60,6 +64,8 @@ class MoELayer(nn.Module):
         self._weights: MoEWeights | None = None
         self._versions = (0, 0)
         self._linear = _linear_for(spec)
+        is_fast_gpu = torch.device(device).type == "cuda" and not spec.is_deterministic
+        self._gate = project_narrow if is_fast_gpu else self._linear
         self._make_parameters(torch.device(device))
 
     def _make_parameters(self, device: torch.device) -> None:
@@ -114,8 +120,13 @@ class MoELayer(nn.Module):
         self._weights = None
 
     def forward(
-        self, x: torch.Tensor, batch: object = None, logits: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        batch: object = None,
+        logits: torch.Tensor | None = None,
+        *,
+        leaves_sum: bool = False,
+    ) -> torch.Tensor | SlotSum:
         """Runs the layer.
 
         Args:
@@ -123,6 +134,8 @@ class MoELayer(nn.Module):
             batch: The forward batch. `num_padding_tokens` is counted and `dp_num_tokens` (T of
                 every DP rank) is used where it has them.
             logits: [T, E], the gate's product where the caller has taken it already.
+            leaves_sum: The caller takes a `SlotSum` too, which comes where nothing else is to be
+                added: no shared expert, no other rank.
 
         Returns:
             [T, H], complete on every TP rank.
@@ -134,9 +147,19 @@ class MoELayer(nn.Module):
             raise RuntimeError("process_weights() has to follow loading")
         self.padding_rows += getattr(batch, "num_padding_tokens", 0)
         if logits is None:
-            logits = self._linear(x.to(self.gate_weight.dtype), self.gate_weight)
+            logits = self._gate(x.to(self.gate_weight.dtype), self.gate_weight)
         dp_num_tokens = getattr(batch, "dp_num_tokens", None)
-        out = self.kernel(x, logits, self.gate_bias, self._weights, dp_num_tokens)
+        is_alone = not self.kernel.is_partial and self.shared_w13_weight is None
+        out = self.kernel(
+            x,
+            logits,
+            self.gate_bias,
+            self._weights,
+            dp_num_tokens,
+            leaves_sum=leaves_sum and is_alone,
+        )
+        if not isinstance(out, torch.Tensor):
+            return out
         if not self.kernel.is_partial:
             shared = self._shared(x)
             return out if shared is None else out + self.parallel.all_reduce_tp(shared)

@@ -6,11 +6,17 @@ one-kernel form for GPUs is `triton_kernels/norm.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moeserve.native.build import LANES, native
+
+if TYPE_CHECKING:
+    from moeserve.triton_kernels.combine import SlotSum
+    from moeserve.triton_kernels.linear_split import Parts
 
 
 class RMSNorm(nn.Module):
@@ -38,11 +44,12 @@ class RMSNorm(nn.Module):
             return self._add_natively(None, x.contiguous())
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
-    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | SlotSum | Parts | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and normalise the sum.
 
         Args:
-            x: [T, H], or None where there is nothing to add yet.
+            x: [T, H], or None where there is nothing to add yet; where `is_fused`, also a sum that
+                is still to be taken.
             residual: [T, H]; may be written to, and is not to be used again.
 
         Returns:
@@ -54,6 +61,7 @@ class RMSNorm(nn.Module):
             from moeserve.triton_kernels.norm import add_norm
 
             return add_norm(x, residual, self.weight, self.eps), residual
+        assert isinstance(x, Tensor)
         if self._native is not None and residual.device.type == "cpu":
             return self._add_natively(x.contiguous(), residual), residual
         residual = residual + x

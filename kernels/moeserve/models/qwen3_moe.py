@@ -32,6 +32,7 @@ from moeserve.parallel import Parallel
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
+    from moeserve.triton_kernels.combine import SlotSum
 
 
 class DecoderLayer(nn.Module):
@@ -68,18 +69,26 @@ class DecoderLayer(nn.Module):
             )
         else:
             self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype, context.projection)
+        # Sums over ranks come before the norm, so nothing is left to it then.
+        self.leaves_sums = is_fused and self.parallel.tp_size == 1
         # Deterministic mode keeps one form for every number of rows.
+        self.has_split_products = self.leaves_sums and context.projection is None
         self.is_small_fused = (
             is_fused and context.projection is None and isinstance(self.mlp, MoELayer)
         )
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor | SlotSum | None,
+        residual: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+    ) -> tuple[Tensor | SlotSum, Tensor]:
         """Run the layer.
 
         Args:
-            x: [T, H], what the layer before adds to the stream; None in the first layer.
+            x: [T, H], what the layer before adds to the stream, perhaps a sum still to be taken;
+                None in the first layer.
             residual: [T, H], the stream; may be written to.
             rope: See `Attention.forward`.
             batch: The step.
@@ -88,12 +97,17 @@ class DecoderLayer(nn.Module):
             What this layer adds to the stream, and the stream before that.
         """
         if self.is_small_fused and residual.shape[0] <= SMALL_ROWS:
+            assert x is None or isinstance(x, Tensor)
             return self._forward_small(x, residual, rope, batch)
         normed, residual = self.input_norm.add(x, residual)
-        attended = self.parallel.all_reduce_tp(self.attention.forward(normed, rope, batch))
-        normed, residual = self.post_norm.add(attended, residual)
+        if self.has_split_products:
+            parts = self.attention.forward_split(normed, rope, batch)
+            normed, residual = self.post_norm.add(parts, residual)
+        else:
+            attended = self.parallel.all_reduce_tp(self.attention.forward(normed, rope, batch))
+            normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MoELayer):
-            return self.mlp.forward(normed, batch), residual
+            return self.mlp.forward(normed, batch, leaves_sum=self.leaves_sums), residual
         return self.parallel.all_reduce_tp(self.mlp.forward(normed)), residual
 
     def _forward_small(
@@ -111,7 +125,9 @@ class DecoderLayer(nn.Module):
         attended = self.parallel.all_reduce_tp(gemv(attended, attention.o_weight, attention.o_bias))
         norm = Norm(self.post_norm.weight, self.post_norm.eps)
         second = norm_gemv(attended, first.stream, norm, mlp.gate_weight)
-        return mlp.forward(second.normed, batch, second.out), second.stream
+        added = mlp.forward(second.normed, batch, second.out)
+        assert isinstance(added, Tensor)
+        return added, second.stream
 
 
 class Qwen3MoeForCausalLM(nn.Module):
@@ -154,7 +170,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         """Hidden states [T, H] after the last norm; of the leading layers where given."""
         residual = self.embedding.forward(batch.token_ids, batch.last_tokens)
         rope = (self.rope.cos, self.rope.sin) if self.is_fused else self.rope(batch.positions)
-        x: Tensor | None = None
+        x: Tensor | SlotSum | None = None
         for layer in self._decoder_layers[:num_layers]:
             x, residual = layer.forward(x, residual, rope, batch)
         return self.final_norm.add(x, residual)[0]

@@ -9,7 +9,7 @@ decoding sequences against a prefix that they have in common, which leaves the r
 A row's keys are taken in ascending tiles that begin at multiples of BN, whoever computes them: to
 go on from a stored float32 state gives the bits of an uninterrupted pass. With one BM for all
 modes (`FIXED`) a row's result depends on nothing but its own sequence. The variant for few
-sequences, which splits the keys over programs, is `attention_split.py`.
+sequences, which splits the keys over programs, is `attention_decode.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
 from moeserve.triton_kernels.rope import Heads
 
 DECODE, PREFILL, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -41,19 +42,17 @@ class RowsTile:
 
 @triton.jit
 def load_page_tile(
-    cache_ptr, table_ptr, head, first, end,
+    cache_ptr, page, head, first, end,
     PLANE: tl.constexpr, NKV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """Keys (PLANE 0) or values (PLANE 1) [BN, D] of tokens first.. of one sequence; 0 past end.
 
-    BN divides PAGE, so the tile is one piece of one page: the page number is a scalar, and reading
-    it does not take a stage of the pipeline from the tiles.
+    BN divides PAGE, so the tile is one piece of one page, whose number the caller has.
     """
     n = tl.arange(0, BN)
     d = tl.arange(0, D)
-    page = tl.load(table_ptr + first // PAGE).to(tl.int64)
-    row = ((page * 2 + PLANE) * NKV + head) * PAGE + first % PAGE
+    row = ((page.to(tl.int64) * 2 + PLANE) * NKV + head) * PAGE + first % PAGE
     tile = cache_ptr + row * D + n[:, None] * D + d[None, :]
     return tl.load(tile, mask=(first + n < end)[:, None], other=0.0)
 
@@ -65,9 +64,13 @@ def attend(
     IS_MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Go on with the running softmax of rows [BM] over keys begin.. to end, up to `position`."""
+    # A step's page number is read in the step before: a load that others wait for within a step
+    # would take stages of the pipeline from the tiles (two of five tiles in flight, not four).
+    page = tl.load(table_ptr + begin // PAGE, mask=begin < end, other=0)
     for first in range(begin, end, BN):
-        k = load_page_tile(cache_ptr, table_ptr, head, first, end, 0, NKV, PAGE, D, BN)
-        v = load_page_tile(cache_ptr, table_ptr, head, first, end, 1, NKV, PAGE, D, BN)
+        k = load_page_tile(cache_ptr, page, head, first, end, 0, NKV, PAGE, D, BN)
+        v = load_page_tile(cache_ptr, page, head, first, end, 1, NKV, PAGE, D, BN)
+        page = tl.load(table_ptr + (first + BN) // PAGE, mask=first + BN < end, other=0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -92,9 +95,10 @@ def attention_rows_kernel(
     acc_ptr, ml_ptr, num_rows, stride_q, scale,
     NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, HAS_STATE: tl.constexpr,
-    FIXED: tl.constexpr, UPCAST: tl.constexpr,
+    FIXED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module's docstring; axis 0 is the block of rows, axis 1 the key head."""
+    wait_for_inputs(PDL)
     G: tl.constexpr = NQ // NKV
     TOKENS: tl.constexpr = BM // G
     item = tl.program_id(0)
@@ -220,7 +224,7 @@ def _launch(
         NQ=heads.NQ, NKV=heads.NKV, D=heads.D, PAGE=heads.page_size,
         BM=tile.block_m, BN=tile.block_n, MODE=mode, HAS_STATE=state is not None,
         FIXED=is_fixed, UPCAST=not q.is_cuda,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(q), **options,
     )  # fmt: skip
 
 

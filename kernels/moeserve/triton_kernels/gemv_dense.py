@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
+
 # Rows up to which this is the faster form; each is unrolled in the kernel.
 MAX_ROWS = 4
 
@@ -23,7 +25,7 @@ def dense_gemv_kernel(
     x_ptr, residual_ptr, norm_ptr, w_ptr, bias_ptr, out_ptr, stream_ptr, normed_ptr,
     N, K, stride_x, eps,
     T: tl.constexpr, BN: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_ADD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_ADD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN columns of every row; program 0 also keeps the stream and the normed rows."""
     pid = tl.program_id(0)
@@ -31,9 +33,11 @@ def dense_gemv_kernel(
     k = tl.arange(0, BLOCK_K)
     is_k = k < K
     w_row = w_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
-    # Asked for before anything else, because everything waits for it.
+    # Asked for before anything else, because everything waits for it; the rows may still be in
+    # the making.
     is_in = (n < N)[:, None] & is_k[None, :]
     w = tl.load(w_row) if EVEN else tl.load(w_row, mask=is_in, other=0.0)
+    wait_for_inputs(PDL)
     for t in tl.static_range(T):
         x = tl.load(x_ptr + t * stride_x + k, mask=is_k, other=0.0).to(tl.float32)
         if HAS_ADD:
@@ -116,6 +120,13 @@ def norm_gemv(
     return Normed(out, normed, stream)
 
 
+def shape_of(N: int, block_k: int) -> tuple[int, int]:
+    """Columns and warps of a program: about sixty values of the weight a thread."""
+    # One column a program where columns are few.
+    block_n = 1 if N <= 256 else max(1, min(8, 8192 // block_k * (2 if block_k > 2048 else 1)))
+    return block_n, max(1, min(8, block_n * block_k // 2048))
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -128,14 +139,12 @@ def _launch(
     if T > MAX_ROWS:
         raise ValueError(f"{T} rows: this form is for at most {MAX_ROWS}")
     block_k = triton.next_power_of_2(K)
-    # About sixty values of the weight a thread, and one column a program where columns are few.
-    block_n = 1 if N <= 256 else max(1, min(8, 8192 // block_k * (2 if block_k > 2048 else 1)))
-    warps = max(1, min(8, block_n * block_k // 2048))
+    block_n, warps = shape_of(N, block_k)
     dense_gemv_kernel[(triton.cdiv(N, block_n),)](
         x, residual if residual is not None else x, norm.weight if norm else x,
         weight, bias if bias is not None else x, *results,
         N, K, x.stride(0), norm.eps if norm else 0.0,
         T=T, BN=block_n, BLOCK_K=block_k, EVEN=N % block_n == 0 and block_k == K,
         HAS_NORM=norm is not None, HAS_ADD=residual is not None, HAS_BIAS=bias is not None,
-        num_warps=warps,
+        num_warps=warps, **dependent(x),
     )  # fmt: skip

@@ -1,8 +1,10 @@
 """Residual add with root-mean-square norm, and the embedding look-up that starts a step.
 
 Receives rows [T, H]; `add_norm` updates the residual stream in place and returns the normalised
-rows, `embed` turns token ids into rows. Sums are float32 in one fixed order a row, so a row's bits
-do not depend on the batch. The torch form for CPUs is `layers/norm.py`.
+rows, `embed` turns token ids into rows. What is added may still be a sum to be taken: the slots of
+an expert layer (`combine.SlotSum`) or the parts of a split product (`linear_split.Parts`). Sums are
+float32 in one fixed order a row, so a row's bits do not depend on the batch. The torch form for
+CPUs is `layers/norm.py`.
 """
 
 from __future__ import annotations
@@ -11,17 +13,41 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.triton_kernels.combine import SlotSum, sum_of_slots
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
+from moeserve.triton_kernels.linear_split import Parts
+
+# What x_ptr holds: rows, slots of an expert layer, parts of a product.
+_ROWS, _SLOTS, _PARTS = 0, 1, 2
+
 
 @triton.jit
 def add_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, stride_x, H, eps,
-    BLOCK: tl.constexpr, HAS_ADD: tl.constexpr,
+    ids_ptr, map_ptr, first_expert, num_local, num_experts,
+    BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, SOURCE: tl.constexpr, COUNT: tl.constexpr,
+    HAS_MAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: residual += x (where HAS_ADD), out = residual / rms * weight."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     is_in = col < H
-    value = tl.load(x_ptr + row * stride_x + col, mask=is_in, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, mask=is_in, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    if SOURCE == 0:
+        value = tl.load(x_ptr + row * stride_x + col, mask=is_in, other=0.0).to(tl.float32)
+    elif SOURCE == 1:
+        value = sum_of_slots(
+            x_ptr, ids_ptr, map_ptr, row, col, first_expert, num_local, num_experts, H,
+            COUNT, BLOCK, HAS_MAP,
+        )  # fmt: skip
+        # Rounded as the rows of the unfused form are.
+        value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
+    else:
+        value = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(COUNT):
+            at = x_ptr + (part * tl.num_programs(0) + row) * H + col
+            value += tl.load(at, mask=is_in, other=0.0)
     if HAS_ADD:
         value += tl.load(residual_ptr + row * H + col, mask=is_in, other=0.0).to(tl.float32)
         # The stream is kept in the model's dtype, and the norm sees what is kept.
@@ -29,14 +55,16 @@ def add_norm_kernel(
         tl.store(residual_ptr + row * H + col, kept, mask=is_in)
         value = kept.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
-    weight = tl.load(weight_ptr + col, mask=is_in, other=0.0).to(tl.float32)
     out = value * scale * weight
     tl.store(out_ptr + row * H + col, out.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
-def embed_kernel(ids_ptr, last_ptr, table_ptr, out_ptr, V, H, BLOCK: tl.constexpr):
+def embed_kernel(
+    ids_ptr, last_ptr, table_ptr, out_ptr, V, H, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """One row of the table; id -1 - r stands for the token that row r of `last` holds."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids_ptr + row).to(tl.int32)
     pending = tl.load(last_ptr + tl.where(token < 0, -1 - token, 0)).to(tl.int32)
@@ -49,7 +77,7 @@ def embed_kernel(ids_ptr, last_ptr, table_ptr, out_ptr, V, H, BLOCK: tl.constexp
 
 
 def add_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | SlotSum | Parts,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -57,22 +85,34 @@ def add_norm(
     """Normalise rows, after adding them to the residual stream.
 
     Args:
-        x: [T, H]; rows may be strided.
+        x: [T, H]; rows may be strided. Or a sum that is taken here.
         residual: [T, H] contiguous, receives `residual + x`; None normalises x alone.
         weight: [H].
         eps: Added to the mean square.
 
     Returns:
-        [T, H] in x's dtype.
+        [T, H] in the weight's dtype.
     """
     T, H = x.shape
-    out = torch.empty(T, H, dtype=x.dtype, device=x.device)
-    if T:
-        block = triton.next_power_of_2(H)
-        add_norm_kernel[(T,)](
-            x, residual if residual is not None else x, weight, out, x.stride(0), H, eps,
-            BLOCK=block, HAS_ADD=residual is not None, num_warps=_num_warps(block),
-        )  # fmt: skip
+    out = torch.empty(T, H, dtype=weight.dtype, device=weight.device)
+    if not T:
+        return out
+    block = triton.next_power_of_2(H)
+    ids, owner = out, (0, 0, 0)
+    expert_map = None
+    if isinstance(x, torch.Tensor):
+        source, count, rows = _ROWS, 1, x
+    elif isinstance(x, SlotSum):
+        source, count, rows, ids = _SLOTS, x.topk_ids.shape[1], x.slots, x.topk_ids
+        owner, expert_map = (x.first_expert, x.num_local, x.num_experts), x.expert_map
+    else:
+        source, count, rows = _PARTS, x.values.shape[0], x.values
+    add_norm_kernel[(T,)](
+        rows, residual if residual is not None else out, weight, out, rows.stride(0), H, eps,
+        ids, expert_map if expert_map is not None else ids, *owner,
+        BLOCK=block, HAS_ADD=residual is not None, SOURCE=source, COUNT=count,
+        HAS_MAP=expert_map is not None, num_warps=_num_warps(block), **dependent(out),
+    )  # fmt: skip
     return out
 
 
@@ -92,8 +132,9 @@ def embed(ids: torch.Tensor, last_tokens: torch.Tensor, table: torch.Tensor) -> 
     if T:
         block = triton.next_power_of_2(H)
         embed_kernel[(T,)](
-            ids, last_tokens, table, out, V, H, BLOCK=block, num_warps=_num_warps(block)
-        )
+            ids, last_tokens, table, out, V, H, BLOCK=block, num_warps=_num_warps(block),
+            **dependent(out),
+        )  # fmt: skip
     return out
 
 

@@ -15,17 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["first_token"])
 def qkv_rope_kernel(
     qkv_ptr, weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr,
-    stride_t, stride_cos, eps,
+    stride_t, stride_cos, eps, first_token,
     NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token; HEADS divides NQ and NKV, so all are queries, keys or values."""
+    wait_for_inputs(PDL)
     HALF: tl.constexpr = D // 2
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) + first_token
     first = tl.program_id(1) * HEADS
     head = first + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -83,6 +86,7 @@ def rope_and_store(
     places: tuple[torch.Tensor, torch.Tensor],
     cache: torch.Tensor,
     heads: Heads,
+    first_token: int = 0,
 ) -> None:
     """Normalise and rotate queries in place; normalise, rotate and store keys; store values.
 
@@ -93,15 +97,16 @@ def rope_and_store(
         places: (positions [T], slots [T]), int32 or int64; a negative slot stores nothing.
         cache: [pages, 2, NKV, page_size, D].
         heads: Shapes.
+        first_token: Rows before it are left alone.
     """
-    T = qkv.shape[0]
+    T = qkv.shape[0] - first_token
     if T == 0:
         return
     # A power of two that divides both counts, because it is a block size.
     per_program = min(math.gcd(heads.NQ, heads.NKV, 8) & -math.gcd(heads.NQ, heads.NKV, 8), 8)
     qkv_rope_kernel[(T, (heads.NQ + 2 * heads.NKV) // per_program)](
         qkv, norm[0] if norm else qkv, tables.cos, tables.sin, places[0], places[1], cache,
-        qkv.stride(0), tables.cos.stride(0), norm[1] if norm else 0.0,
+        qkv.stride(0), tables.cos.stride(0), norm[1] if norm else 0.0, first_token,
         NQ=heads.NQ, NKV=heads.NKV, D=heads.D, PAGE=heads.page_size,
-        HEADS=per_program, HAS_NORM=norm is not None, num_warps=1,
+        HEADS=per_program, HAS_NORM=norm is not None, num_warps=1, **dependent(qkv),
     )  # fmt: skip

@@ -11,15 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
+
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def argmax_part_kernel(
     logits_ptr, best_ptr, index_ptr, stride_r, V, part_size,
-    NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Largest value of one part of a row; a NaN counts as +inf, which the caller calls bad."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = part * part_size
@@ -44,9 +47,11 @@ def argmax_part_kernel(
 
 @triton.jit
 def argmax_merge_kernel(
-    best_ptr, index_ptr, rows_ptr, tokens_ptr, last_ptr, NUM_PARTS: tl.constexpr
-):
+    best_ptr, index_ptr, rows_ptr, tokens_ptr, last_ptr,
+    NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row's parts -> its id, for the host and for the next step."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     part = tl.arange(0, NUM_PARTS)
     best = tl.load(best_ptr + row * NUM_PARTS + part)
@@ -81,7 +86,9 @@ def argmax(
     argmax_part_kernel[(R, num_parts)](
         logits, best, index, logits.stride(0), V, part_size,
         NUM_PARTS=num_parts, BLOCK=min(2048, triton.next_power_of_2(part_size)), num_warps=4,
+        **dependent(logits),
     )  # fmt: skip
     argmax_merge_kernel[(R,)](
-        best, index, rows, tokens, last_tokens, NUM_PARTS=num_parts, num_warps=1
-    )
+        best, index, rows, tokens, last_tokens, NUM_PARTS=num_parts, num_warps=1,
+        **dependent(logits),
+    )  # fmt: skip

@@ -102,9 +102,7 @@ class TritonExperts(Backend):
         nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor | SlotSum:
         """See `Backend.apply_logits_unsummed`."""
-        return self._routed(
-            spec, x, logits, bias, weights, workspace, nan_rows, leaves_sum=True
-        )
+        return self._routed(spec, x, logits, bias, weights, workspace, nan_rows, leaves_sum=True)
 
     def _routed(
         self,
