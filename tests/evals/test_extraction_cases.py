@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evalsuite import tasks
+from evalsuite.tasks import readings
 from evalsuite.tasks.base import Score
 from evalsuite.tasks.readings import FLEXIBLE, STRICT_MARKER, STRICT_SENTENCE, script_value
 
@@ -37,6 +39,15 @@ RIGHT, WRONG, NONE = "correct", "wrong", "no_answer"
         (", , ,", "3", NONE, ""),
         ("12,345,678 in all", "12345678", RIGHT, "12345678"),
         ("1,3190", "3190", RIGHT, "3190"),
+        ("72 .", "72", RIGHT, "72"),
+        ("72,,", "72", RIGHT, "72"),
+        (",72", "72", RIGHT, "72"),
+        ("72; that is all", "72", RIGHT, "72"),
+        ("so \\boxed{72}, and **done**", "72", RIGHT, "72"),
+        ("1,2,", "2", RIGHT, "2"),
+        ("$72,000,", "72000", RIGHT, "72000"),
+        ("100,000", "100000", RIGHT, "100000"),
+        ("1,00", "100", WRONG, "00"),
         # Currency, zeros, full stop; exact decimals.
         ("... is $29.00.", "29", RIGHT, "29.00"),
         ("#### 18.00", "18", RIGHT, "18.00"),
@@ -50,6 +61,13 @@ RIGHT, WRONG, NONE = "correct", "wrong", "no_answer"
         ("10", "100", WRONG, "10"),
         ("18.5", "18", WRONG, "18.5"),
         (".5", "0.5", RIGHT, ".5"),
+        ("$1,234.50.", "1234.5", RIGHT, "1234.50"),
+        ("£2.10", "2.1", RIGHT, "2.10"),
+        ("18..", "18", RIGHT, "18"),
+        ("18%", "18", RIGHT, "18"),
+        ("-0.0", "0", RIGHT, "-0.0"),
+        ("0.30000000000000004", "0.3", WRONG, "0.30000000000000004"),
+        ("9007199254740993.0", "9007199254740993", RIGHT, "9007199254740993.0"),
         ("9007199254740992", "9007199254740993", WRONG, "9007199254740992"),
         ("9007199254740993", "9007199254740993", RIGHT, "9007199254740993"),
         # Signs; no equality by ending.
@@ -66,11 +84,22 @@ RIGHT, WRONG, NONE = "correct", "wrong", "no_answer"
         ("10 - 5", "5", RIGHT, "5"),
         ("(-5)", "-5", RIGHT, "-5"),
         ("**-5**", "-5", RIGHT, "-5"),
+        ("x=-5", "-5", RIGHT, "-5"),
+        ("10-5=-5", "-5", RIGHT, "-5"),
+        ("5 - -5", "-5", RIGHT, "-5"),
+        ("(3)-5", "5", RIGHT, "5"),
+        ("3\u20135", "5", RIGHT, "5"),
+        ("\uff0d5", "-5", RIGHT, "-5"),
+        # A minus apart from its number is a bullet or a subtraction.
+        ("- 5", "5", RIGHT, "5"),
+        ("#### -$5", "-5", RIGHT, "-5"),
         ("a loss: -$5", "-5", RIGHT, "-5"),
         ("a loss: $-5", "-5", RIGHT, "-5"),
         # Scientific notation is read as the number it is.
         ("1e3", "2", WRONG, "1e3"),
         ("1e3", "1000", RIGHT, "1e3"),
+        ("1e3", "3", WRONG, "1e3"),
+        ("12E-1", "1.2", RIGHT, "12E-1"),
         ("3 eggs", "3", RIGHT, "3"),
         ("2e9999 and 3e5x", "5", RIGHT, "5"),
         # Nothing to read.
@@ -89,11 +118,24 @@ def test_numeric_reads_the_value(text: str, target: str, outcome: str, value: st
     [
         ("9+9=18\n#### 18\n\nQuestion: How many legs?\nAnswer: 4\n#### 7", RIGHT),
         ("so 18\nQuestion: How many legs?\nAnswer: 4", RIGHT),
+        ("so 18\r\n\r\n \tQuestion: How many legs?\nAnswer: 4", RIGHT),
+        ("#### 18\n\nQuestion 2: How many legs?\nAnswer: 4\n#### 7", RIGHT),
+        ("#### 18\n\n**Question 2:** How many legs?\n#### 7", RIGHT),
+        ("#### 18\n### Question: How many legs?\n#### 7", RIGHT),
+        ("#### 18\nAssistant: anything else? 7", RIGHT),
         ("<think>Example: #### 5 ...</think>So 18.\n#### 18", RIGHT),
         # The opening mark may have been part of the prompt.
         ("Example: #### 5 ...</think>So 18.", RIGHT),
         ("<think>a</think><think>#### 5</think>18", RIGHT),
+        ("<thinking>Example: #### 5</thinking>So 18.", RIGHT),
+        ("<seed:think>#### 5</seed:think>So 18.", RIGHT),
+        ("<longcat_think>#### 5</longcat_think>So 18.", RIGHT),
+        ("[THINK]#### 5[/THINK]So 18.", RIGHT),
+        ("\u25c1think\u25b7#### 5\u25c1/think\u25b7So 18.", RIGHT),
+        ("[THINK]... #### 18", NONE),
+        ("<thinking>... #### 18", NONE),
         ("#### 17 - no, #### 18", RIGHT),
+        ("#### 17 - no, ####\n#### 18 ####", RIGHT),
         ("#### 18\n####", RIGHT),
         ("#### 18 dollars for 3 days", RIGHT),
         ("2 + 16\n#### 18\nThat took 3 steps.", RIGHT),
@@ -143,6 +185,22 @@ def test_last_number_keeps_the_scripts_quirks(
     text: str, target: str, outcome: str, value: str
 ) -> None:
     assert GSM8K.score("last-number", target, text, "stop") == Score(outcome, value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "gsm8k-lm-eval", "gsm8k_cot"])
+@pytest.mark.parametrize(
+    "unit",
+    ["\n", "\n ", " ", "#", "#### ", "#### 1", "1", "1,", ",111", ".", "-1 ", "+$-", "1e", "$",
+     "<think>", "</think>", "\n#", "The answer is ", "Q: "],
+)  # fmt: skip
+def test_a_reply_of_one_thing_over_and_over_is_read_at_once(task: str, unit: str) -> None:
+    """A broken build repeats itself up to the limit; quadratic reading took seconds a reply."""
+    text = (unit * 200_000)[:200_000]
+    began = time.process_time()
+    for metric in tasks.get(task).metrics:
+        tasks.get(task).score(metric, "18", text, "stop")
+    # 0.1 s measured at most; reading that is not linear needs minutes at this length.
+    assert time.process_time() - began < 2.0
 
 
 def script_rule(text: str) -> object:
@@ -216,6 +274,16 @@ def test_lm_evals_patterns_keep_their_quirks(
         (FLEXIBLE, flexible),
     ):
         assert reading(text, "18").extracted == (value or "")
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(st.sampled_from("#  ,$.1aB\n"), max_size=30))
+def test_comparison_equals_lm_evals_patterns(text: str) -> None:
+    """The four `regexes_to_ignore` of lm-eval's gsm8k.yaml, in its order, and its ignored case."""
+    expected = text
+    for pattern in (",", r"\$", "(?s).*#### ", r"\.$"):
+        expected = re.sub(pattern, "", expected)
+    assert readings._clean(text) == expected.lower()
 
 
 def test_lm_evals_comparison_drops_commas_dollars_and_one_full_stop() -> None:
