@@ -67,12 +67,16 @@ class Request:
         prompt_ids: Token ids, at least one.
         sampling: How to continue.
         priority: Order of arrival unless set.
+        client: Who asks: a name for an API key or an address, "" for nobody in particular.
+        connection: By which connection.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    client: str = ""
+    connection: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ requests schedule the same steps.
 Rules: every decoding sequence advances in every step; a prompt takes what is left, at most half
 of it while others wait and it would not be done anyway; a prompt's pages are taken when it is
 admitted, so a prefill never runs dry half-way; where a decode finds no page, the youngest
-running sequence gives its pages back, keeps its tokens and is computed again later.
+running sequence gives its pages back, keeps its tokens and is computed again later. Where one
+connection asks for so much that others would wait, `scheduler_shares.py` makes steps smaller and
+says what each may have of them; its sequences then take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from enum import Enum
 
 import numpy as np
 
+from moeserve.engine.config import CPU_FAIR_TOKENS
 from moeserve.engine.kv_cache import NULL_PAGE, PagePool, page_keys
+from moeserve.engine.scheduler_shares import Shares
 from moeserve.engine.sequence import Sequence
 
 
@@ -32,12 +36,14 @@ class SchedulerLimits:
         max_num_batched_tokens: Tokens in a step.
         max_model_len: Tokens of a sequence.
         has_chunked_prefill: A prompt may be spread over several steps.
+        fair_tokens: Tokens that take as long as a step takes before its first one.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     has_chunked_prefill: bool = True
+    fair_tokens: int = CPU_FAIR_TOKENS
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,10 @@ class StepPlan:
         return self.decodes + [s for s, count in self.prefills if self.yields_token(s, count)]
 
 
+# Waiting sequences that are passed by, at most, in search of one that may run.
+_MOST_LOOKED_AT = 256
+
+
 class _Admission(Enum):
     ADMITTED = 0
     NO_ROOM = 1
@@ -85,8 +95,12 @@ class Scheduler:
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # A prompt that runs whole cannot be given a part of a step.
+        is_cut = limits.has_chunked_prefill
+        self.shares = Shares(limits.fair_tokens if is_cut else limits.max_num_batched_tokens)
         self.num_preemptions = 0
         self._num_admissions = 0
+        self._num_steps = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         max_pages = -(-limits.max_model_len // pool.page_size)
@@ -94,28 +108,37 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind those of its priority that came before."""
+        """Queue a sequence behind those of its priority whose turn is before."""
+        self.shares.arrive(seq)
         insort(self.waiting, seq, key=lambda s: s.order)
 
     def remove(self, seq: Sequence) -> None:
         """Take a finished or aborted sequence out and give back what it holds."""
-        if seq.row >= 0:
+        was_running = seq.row >= 0
+        if was_running:
             self.running.remove(seq)
             self._release(seq)
         else:
             self.waiting.remove(seq)
+        self.shares.leave(seq, was_running=was_running)
 
     def schedule(self) -> StepPlan:
         """Decide the next step and take the pages for it."""
+        self._num_steps += 1
+        first = self._make_way()
+        most = self.limits.max_num_batched_tokens
+        budget = self.shares.begin_step(self.running, len(self._free_rows), most)
         preemptions_before = self.num_preemptions
         decodes = self._schedule_decodes()
-        budget = self.limits.max_num_batched_tokens - len(decodes)
+        budget -= len(decodes)
         prefills: list[tuple[Sequence, int]] = []
         for seq in self.running:
-            if seq.num_left > 1 and budget > 0:
-                budget -= self._schedule_chunk(seq, budget, bool(self.waiting), prefills)
+            if seq.num_left > 1 and (allowed := self.shares.most(seq, budget)) > 0:
+                budget -= self._schedule_chunk(seq, allowed, bool(self.waiting), prefills)
         if self.num_preemptions == preemptions_before:
-            self._admit_waiting(budget, prefills)
+            budget = self._admit_waiting(budget, prefills, first)
+        if self.shares.is_limited:
+            self._use_rest(budget, prefills)
         return StepPlan(decodes, prefills)
 
     def advance(self, plan: StepPlan) -> None:
@@ -128,8 +151,9 @@ class Scheduler:
     def _schedule_decodes(self) -> list[Sequence]:
         decodes: list[Sequence] = []
         page_size = self.pool.page_size
-        # A copy, because preemption takes from the end; a victim is never before its cause.
-        for seq in list(self.running):
+        before = self.num_preemptions
+        # A copy, because preemption takes sequences out.
+        for seq in self._decoding():
             if seq.row < 0 or len(seq.tokens) - seq.num_computed != 1:
                 continue
             if seq.num_pending and seq.is_ending:
@@ -142,12 +166,27 @@ class Scheduler:
             if num_known >= (seq.num_published + 1) * page_size:
                 self._publish(seq, num_known)
             decodes.append(seq)
+        if self.num_preemptions != before:
+            decodes = [seq for seq in decodes if seq.row >= 0]
+        for seq in decodes:
+            seq.last_step = self._num_steps
         return decodes
+
+    def _decoding(self) -> list[Sequence]:
+        """Running sequences that may decode; of a flow that has more, those that waited longest."""
+        if not self.shares.is_limited:
+            return list(self.running)
+        chosen = set()
+        for seq in sorted(self.running, key=lambda s: s.last_step):
+            if len(seq.tokens) - seq.num_computed == 1 and self.shares.most(seq, 1) > 0:
+                self.shares.take(seq, 1)
+                chosen.add(seq)
+        return [seq for seq in self.running if seq in chosen]
 
     def _grow(self, seq: Sequence) -> bool:
         """Give a decoding sequence one more page; False where it had to step back itself."""
         while not self.pool.num_available:
-            victim = self.running[-1]
+            victim = self.shares.largest_of(self.running)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -160,7 +199,29 @@ class Scheduler:
         self.running.remove(seq)
         self._release(seq)
         self.num_preemptions += 1
-        self.add(seq)
+        self.shares.step_back(seq)
+        insort(self.waiting, seq, key=lambda s: s.order)
+
+    def _make_way(self) -> Sequence | None:
+        """Take places from who has many for one that has none; return whom they were taken for."""
+        if not self.shares.has_rivals:
+            return None
+        heads = (seq for seq in self.waiting[:_MOST_LOOKED_AT] if not seq.flow.num_running)
+        head = next(heads, None)
+        if head is None:
+            return None
+        wanted = -(-len(head.tokens) // self.pool.page_size)
+        before = self.num_preemptions
+        while not self._free_rows or wanted + len(self.running) > self.pool.num_available:
+            victim = self.shares.victim_for(head, self.running)
+            if victim is None:
+                break
+            self._preempt(victim)
+            # Not before whom it made way for.
+            self.waiting.remove(victim)
+            self.shares.to_the_back(victim)
+            insort(self.waiting, victim, key=lambda s: s.order)
+        return head if self.num_preemptions != before else None
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)
@@ -176,27 +237,54 @@ class Scheduler:
     ) -> int:
         chunk = seq.num_left
         if chunk > budget:
-            chunk = max(1, budget // 2) if do_others_wait else budget
+            is_halved = do_others_wait and not self.shares.is_limited
+            chunk = max(1, budget // 2) if is_halved else budget
+        self.shares.take(seq, chunk)
         self._publish(seq, seq.num_computed + chunk)
         out.append((seq, chunk))
         return chunk
 
-    def _admit_waiting(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
+    def _use_rest(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
+        """Give what nobody took to the prompts of the step, first come first."""
+        for place, (seq, chunk) in enumerate(prefills):
+            more = min(budget, seq.num_left - chunk)
+            if more > 0:
+                prefills[place] = (seq, chunk + more)
+                self._publish(seq, seq.num_computed + chunk + more)
+                budget -= more
+
+    def _admit_waiting(
+        self, budget: int, prefills: list[tuple[Sequence, int]], first: Sequence | None
+    ) -> int:
+        """Admit what fits, `first` before others; return the tokens that are left."""
         in_progress = self._keys_in_progress()
-        index = 0
+        index = self.waiting.index(first) if first is not None else 0
+        num_passed = 0
         while index < len(self.waiting) and budget > 0 and self._free_rows:
             seq = self.waiting[index]
-            outcome = self._try_admit(seq, budget, in_progress)
-            if outcome is _Admission.NO_ROOM:
+            allowed = self.shares.most(seq, budget)
+            outcome = _Admission.LATER
+            if allowed > 0:
+                outcome = self._try_admit(seq, allowed, in_progress)
+            if outcome is _Admission.NO_ROOM and not seq.flow.num_running:
                 break
-            if outcome is _Admission.LATER:
-                index += 1
+            if outcome is not _Admission.ADMITTED:
+                # One whose connection runs others already does not hold up who runs none.
+                num_passed += outcome is _Admission.NO_ROOM or allowed <= 0
+                index = 0 if seq is first else index + 1
+                first = None
+                if num_passed > _MOST_LOOKED_AT:
+                    break
                 continue
             del self.waiting[index]
             insort(self.running, seq, key=lambda s: s.order)
-            budget -= self._schedule_chunk(seq, budget, index < len(self.waiting), prefills)
+            self.shares.admit(seq)
+            budget -= self._schedule_chunk(seq, allowed, index < len(self.waiting), prefills)
             if self.pool.has_caching and seq.num_computed + prefills[-1][1] < len(seq.tokens):
                 in_progress.update(seq.keys[seq.num_published :])
+            if seq is first:
+                index, first = 0, None
+        return budget
 
     def _keys_in_progress(self) -> set[bytes]:
         """Keys of pages that a running prompt will fill in later steps."""

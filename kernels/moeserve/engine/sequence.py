@@ -11,6 +11,7 @@ import secrets
 import numpy as np
 
 from moeserve.engine.request import Logprob, Request
+from moeserve.engine.scheduler_shares import Flow
 
 
 class Sequence:
@@ -35,15 +36,22 @@ class Sequence:
         prompt_logprobs: Filled position by position where asked for; entry 0 is None.
         counts: Occurrences [V] of generated tokens; made on first use by the sampler.
         is_started: Whether an event has been sent.
+        flow: The connection it came from, and what that holds; set by the scheduler.
+        turn: Place in the queue: one sequence of each connection, then the next of each.
+        last_step: Last step that it decoded in.
     """
+
+    flow: Flow
 
     __slots__ = (
         "admission",
         "arrival",
         "counts",
+        "flow",
         "is_greedy",
         "is_started",
         "keys",
+        "last_step",
         "max_total",
         "num_cached",
         "num_computed",
@@ -58,6 +66,7 @@ class Sequence:
         "seed",
         "stop_ids",
         "tokens",
+        "turn",
     )
 
     def __init__(
@@ -84,6 +93,8 @@ class Sequence:
         self.counts: np.ndarray | None = None
         self.prompt_mask: np.ndarray | None = None
         self.is_started = False
+        self.turn = 0
+        self.last_step = 0
         self.is_greedy = (
             sampling.temperature == 0.0
             and sampling.num_logprobs is None
@@ -118,6 +129,6 @@ class Sequence:
         )
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Sort key: lower goes first and is preempted last."""
-        return (self.request.priority, self.arrival)
+        return (self.request.priority, self.turn, self.arrival)

@@ -13,7 +13,14 @@ from pathlib import Path
 import torch
 
 from moeserve import presets, tiny
-from moeserve.engine.config import CPU_STEP_TOKENS, DTYPES, GPU_STEP_TOKENS, EngineConfig
+from moeserve.engine.config import (
+    CPU_FAIR_TOKENS,
+    CPU_STEP_TOKENS,
+    DTYPES,
+    GPU_FAIR_TOKENS,
+    GPU_STEP_TOKENS,
+    EngineConfig,
+)
 from moeserve.engine.host_steps import HostSteps, Steps
 from moeserve.engine.scheduler import SchedulerLimits
 from moeserve.errors import Unsupported, UsageError
@@ -231,7 +238,11 @@ def _limits(config: EngineConfig, max_model_len: int, device: torch.device) -> S
             f"{config.max_num_seqs}: a step could not even decode; raise the one or lower the other"
         )
     return SchedulerLimits(
-        config.max_num_seqs, max_tokens, max_model_len, config.has_chunked_prefill
+        config.max_num_seqs,
+        max_tokens,
+        max_model_len,
+        config.has_chunked_prefill,
+        CPU_FAIR_TOKENS if device.type == "cpu" else GPU_FAIR_TOKENS,
     )
 
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -19,7 +19,15 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from moeserve.errors import BadRequest
-from moeserve.server.http_guard import HttpError, Receive, Scope, Send, read_body
+from moeserve.server.http_guard import (
+    CHUNK_WRITER,
+    HttpError,
+    Receive,
+    Scope,
+    Send,
+    origin_of,
+    read_body,
+)
 from moeserve.server.params import Job, Prompt, chat_job, completion_job
 from moeserve.server.prompts import encode, read_messages, read_prompts
 from moeserve.server.protocol import (
@@ -137,7 +145,8 @@ async def _answer(
     unique = uuid.uuid4().hex
     request_id = ("chatcmpl-" if is_chat else "cmpl-") + (job.name or unique)
     # The engine's name for it stays unique where a client uses one name twice.
-    choices = plan_choices(job, prompts, service.context, unique)
+    origin = origin_of(request.scope, len(service.config.api_keys))
+    choices = plan_choices(job, prompts, service.context, unique, origin)
     _check_size(choices, service.config.limits.max_logprob_entries)
     reply = Reply(request_id, model, job, service.context.tokenizer, is_chat)
     service.admit(num_sequences)
@@ -228,11 +237,12 @@ class StreamReply(Response):
         """Send the stream; ends early when the client goes away."""
         with self._service.released(len(self._choices)):
             try:
-                await _unless_gone(self._send_all(send), receive)
+                write = scope.get(CHUNK_WRITER)
+                await _unless_gone(self._send_all(send, write), receive)
             except ClientGoneError:
                 self._service.metrics.disconnected()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -241,7 +251,8 @@ class StreamReply(Response):
 
         async def event(text: str) -> None:
             body = f"data: {text}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if write is None or not write(body):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
         reply = self._reply
         needs_prompt_first = reply.job.sampling.num_prompt_logprobs is not None

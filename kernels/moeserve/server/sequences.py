@@ -153,9 +153,20 @@ class Choice:
 
 
 def plan_choices(
-    job: Job, prompts: tuple[Prompt, ...], context: ModelContext, request_id: str
+    job: Job,
+    prompts: tuple[Prompt, ...],
+    context: ModelContext,
+    request_id: str,
+    origin: tuple[str, str],
 ) -> list[Choice]:
     """Return one choice a candidate, ordered by prompt and then by candidate.
+
+    Args:
+        job: What was asked.
+        prompts: Each is continued `best_of` times.
+        context: Length and tokenizer of the model.
+        request_id: Unique; the engine's ids begin with it.
+        origin: Client and connection.
 
     Raises:
         BadRequest: A prompt does not fit into the context.
@@ -165,7 +176,8 @@ def plan_choices(
         for candidate in range(job.best_of):
             index = len(choices)
             sampling = job.sampling_of(prompt, candidate, context.info.max_model_len)
-            request = Request(f"{request_id}-{index}", prompt.ids, sampling, job.priority)
+            name = f"{request_id}-{index}"
+            request = Request(name, prompt.ids, sampling, job.priority, *origin)
             stream = TextStream(context.tokenizer, job.text, prompt.ids)
             choices.append(Choice(index, prompt, request, stream))
     return choices
