@@ -26,6 +26,8 @@ PAIR_HEADER = (
 )  # fmt: skip
 # Flips printed in the terminal and in Markdown; the page has more, the ledgers all.
 SHOWN_FLIPS = 5
+ALPHA = 0.05
+Z_95 = 1.96
 
 
 def letters(comparison: Comparison) -> dict[str, str]:
@@ -129,6 +131,13 @@ def _rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return made
 
 
+def _colour(pair: Pair) -> str:
+    """Class of a bar: a difference that the number of pairs does not explain has a colour."""
+    if pair.p_holm > ALPHA:
+        return ""
+    return "FAIL" if pair.difference < 0 else "PASS"
+
+
 def render_html(comparisons: Sequence[Comparison]) -> str:
     """Return one page with tables, interval and margin plots, and flips side by side."""
     sections = []
@@ -140,9 +149,10 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
             if score.metric == comparison.metric
         ]
         margins = [
-            (f"{pair.second} - {pair.first}", 100 * pair.difference, "")
+            (f"{pair.second} - {pair.first}", 100 * pair.difference, _colour(pair))
             for pair in comparison.pairs
         ]
+        halves = [100 * Z_95 * pair.stderr for pair in comparison.pairs]
         sections.append(
             {
                 "title": comparison.title,
@@ -150,7 +160,7 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
                 "score_rows": score_rows(comparison),
                 "pair_rows": pair_rows(comparison),
                 "intervals": svg.intervals(rows, "accuracy with 95 % interval"),
-                "margins": svg.bars(margins, "difference in points", "points"),
+                "margins": svg.bars(margins, "difference in points", "points", halves),
                 "pairs": comparison.pairs,
             }
         )

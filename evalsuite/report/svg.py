@@ -15,6 +15,7 @@ from evalsuite.report.text import visible
 
 ROW = 24
 LABEL = 330
+CHARACTER = 7.2
 WIDTH = 520
 MARGIN = 20
 
@@ -31,16 +32,21 @@ class IntervalRow:
     css: str = ""
 
 
-def _open(width: int, height: int, title: str) -> str:
-    return (
-        f'<svg class="plot" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
-    )
+def _open(width: float, height: float, title: str) -> str:
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    text = escape(title)
+    return f'<svg class="plot" {size} role="img" aria-label="{text}"><title>{text}</title>'
 
 
 def _short(label: str, size: int = 46) -> str:
     text = visible(label)
     return text if len(text) <= size else "…" + text[-size + 1 :]
+
+
+def _label_width(labels: Sequence[str]) -> float:
+    """Room for the longest label, so that short ones leave no empty half of a small screen."""
+    longest = max(len(_short(label)) for label in labels)
+    return min(LABEL, 20 + CHARACTER * longest)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -58,12 +64,13 @@ def intervals(rows: Sequence[IntervalRow], title: str) -> Markup:
     low, high = min(values), max(values)
     pad = max(0.005, 0.06 * (high - low))
     low, high = max(0.0, low - pad), min(1.0, high + pad)
+    left = _label_width([row.label for row in rows])
 
     def x(value: float) -> str:
-        return f"{LABEL + (value - low) / (high - low) * WIDTH:.1f}"
+        return f"{left + (value - low) / (high - low) * WIDTH:.1f}"
 
     height = ROW * len(rows) + 2 * MARGIN
-    parts = [_open(LABEL + WIDTH + MARGIN, height, title)]
+    parts = [_open(left + WIDTH + MARGIN, height, title)]
     for tick in _ticks(low, high):
         parts.append(
             f'<line class="grid" x1="{x(tick)}" x2="{x(tick)}" y1="4" y2="{height - MARGIN}"/>'
@@ -72,7 +79,7 @@ def intervals(rows: Sequence[IntervalRow], title: str) -> Markup:
     for number, row in enumerate(rows):
         y = MARGIN + ROW * number
         parts.append(
-            f'<text class="label" x="{LABEL - 8}" y="{y + 4}">{escape(_short(row.label))}</text>'
+            f'<text class="label" x="{left - 8}" y="{y + 4}">{escape(_short(row.label))}</text>'
             f'<line class="bar {escape(row.css)}" x1="{x(row.low)}" x2="{x(row.high)}" '
             f'y1="{y}" y2="{y}"/>'
             f'<circle class="dot {escape(row.css)}" cx="{x(row.value)}" cy="{y}" r="4"/>'
@@ -85,24 +92,43 @@ def intervals(rows: Sequence[IntervalRow], title: str) -> Markup:
     return Markup("".join([*parts, "</svg>"]))
 
 
-def bars(rows: Sequence[tuple[str, float, str]], title: str, unit: str) -> Markup:
-    """Signed bars from a zero line: (label, value, css class)."""
+def bars(
+    rows: Sequence[tuple[str, float, str]], title: str, unit: str, halves: Sequence[float] = ()
+) -> Markup:
+    """Signed bars from a zero line.
+
+    Args:
+        rows: (label, value, css class).
+        title: Read out in place of the plot.
+        unit: Behind each value.
+        halves: Half the width of each value's interval; none where not given.
+    """
     if not rows:
         return Markup("")
-    largest = max(1e-9, *(abs(value) for _, value, _ in rows))
-    zero = LABEL + WIDTH / 2
+    room = _label_width([label for label, _, _ in rows])
+    widths = list(halves) or [0.0] * len(rows)
+    ends = [abs(row[1]) + half for row, half in zip(rows, widths, strict=True)]
+    largest = max(1e-9, *ends)
+    zero = room + WIDTH / 2
     height = ROW * len(rows) + MARGIN
-    parts = [_open(LABEL + WIDTH + 110, height, title)]
+    parts = [_open(room + WIDTH + 110, height, title)]
     for number, (label, value, css) in enumerate(rows):
         y = MARGIN / 2 + ROW * number
-        length = abs(value) / largest * WIDTH / 2
+        scale = WIDTH / 2 / largest
+        length = abs(value) * scale
         start = zero if value >= 0 else zero - length
         parts.append(
-            f'<text class="label" x="{LABEL - 8}" y="{y + 12}">{escape(_short(label))}</text>'
+            f'<text class="label" x="{room - 8}" y="{y + 12}">{escape(_short(label))}</text>'
             f'<rect class="block {escape(css)}" x="{start:.1f}" y="{y:.1f}" width="{length:.1f}" '
             f'height="14"/><text class="value" x="{zero + WIDTH / 2 + 6:.1f}" y="{y + 12}">'
             f"{value:+.2f} {escape(unit)}</text>"
         )
+        if half := widths[number]:
+            left, right = (zero + (value + side * half) * scale for side in (-1, 1))
+            parts.append(
+                f'<line class="whisker" x1="{left:.1f}" x2="{right:.1f}" '
+                f'y1="{y + 7:.1f}" y2="{y + 7:.1f}"/>'
+            )
     parts.append(f'<line class="floor" x1="{zero}" x2="{zero}" y1="0" y2="{height}"/>')
     return Markup("".join([*parts, "</svg>"]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_html_and_terminal(comparisons: list[Comparison]) -> None:
     assert "&lt;b&gt;cutlass&lt;/b&gt;" in page
     assert "<b>cutlass" not in page
     assert "http" not in page.replace("http-equiv", "")
+    # A bar and its interval for each pair; one that three pairs do not explain has a colour.
+    assert page.count('class="whisker"') == 3
+    assert re.findall(r'class="block (\w*)"', page) == ["FAIL", "", "PASS"]
+    widths = [float(x) for x in re.findall(r'class="block \w*" .*? width="([\d.]+)"', page)]
+    assert widths[0] == pytest.approx(10 * widths[1], rel=0.01)  # -5.0 and -0.5 points
+    # Each reply of a flip stands under the name of its run.
+    assert page.count("<div><strong>triton</strong><pre>") == 14 + 1
     stream = io.StringIO()
     print_comparison(comparisons, Console(file=stream, width=200))
     assert "first 5 of 14 flips" in stream.getvalue()
