@@ -137,16 +137,14 @@ def measure_variants(plan: RunPlan, names: Sequence[tuple[int, str]]) -> None:
             print(f"{name}: not here: {error}", flush=True)
             continue
         kept = dict(enumerate(base.token_ids[: plan.num_replayed]))
-        replays = [
-            _rows(model.score(kept, number + 7 * again), plan.num_replayed)
-            for again in range(VARIANT_REPLAYS)
-        ]
+        loads = [number + 7 * again for again in range(VARIANT_REPLAYS)]
+        replays = [_rows(model.score(kept, load), plan.num_replayed) for load in loads]
         order = random.Random(number).sample(range(plan.num_questions), plan.num_questions)
         found = model.ask(order, number)
         right = [is_right(found[i].text, model.questions[i]) for i in sorted(found)]
         parted = splits(found, base.token_ids, base.margins)
         seconds = round(time.perf_counter() - began, 2)
-        write(path, Variant(name, right, parted, replays, seconds, model.machine))
+        write(path, Variant(name, right, parted, replays, seconds, model.machine, loads))
         print(f"{name}: {sum(right)} of {len(right)} right, {seconds:.1f} s", flush=True)
 
 

@@ -148,6 +148,7 @@ class Variant:
         replays: Log-probabilities of run 0's first replies, once for each replay.
         seconds: Wall time.
         machine: Device, library, dtype.
+        loads: Numbers of the replays: equal ones modulo the loads there are had the same load.
     """
 
     name: str
@@ -156,6 +157,7 @@ class Variant:
     replays: list[list[list[float]]]
     seconds: float = 0.0
     machine: str = ""
+    loads: list[int] = field(default_factory=list)
 
 
 def path_of(folder: Path, number: int) -> Path:
