@@ -11,6 +11,7 @@ ranks say to each other is in `team.py` and `ranks.py`.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import struct
@@ -48,6 +49,41 @@ class Unpacker:
         if start:
             del buffer[:start]
         return messages
+
+
+class Outbox:
+    """Sends messages without waiting for their reader: what does not fit yet stays here.
+
+    A step must not wait because the API process is busy with a thousand prompts.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._rest = bytearray()
+
+    def put(self, message: Message) -> None:
+        """Send as much as the socket takes at once.
+
+        Raises:
+            OSError: Nobody is there.
+        """
+        self._rest += pack(message)
+        with contextlib.suppress(BlockingIOError):
+            self._send(socket.MSG_DONTWAIT)
+
+    def flush(self) -> None:
+        """Wait until everything is sent.
+
+        Raises:
+            OSError: Nobody is there.
+        """
+        while self._rest:
+            self._send(0)
+
+    def _send(self, flags: int) -> None:
+        with memoryview(self._rest) as view:
+            num_sent = self._sock.send(view, flags)
+        del self._rest[:num_sent]
 
 
 def receive(sock: socket.socket, unpacker: Unpacker) -> list[Message] | None:

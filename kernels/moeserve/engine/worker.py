@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from moeserve.engine.wire import Message, Unpacker, pack, receive
+from moeserve.engine.wire import Message, Outbox, Unpacker, pack, receive
 
 if TYPE_CHECKING:
     from moeserve.engine.config import EngineConfig
@@ -90,18 +90,21 @@ def _load(sock: socket.socket, config: EngineConfig, started_at: float) -> Engin
 
 
 def _loop(sock: socket.socket, inbox: queue.SimpleQueue[Message], engine: Engine) -> None:
-    while True:
-        wait = not engine.has_work
-        while wait or not inbox.empty():
-            if not _handle(inbox.get(), sock, engine):
-                return
-            wait = False
-        if engine.has_work:
-            out = _step(engine)
-            try:
-                sock.sendall(pack(("step", out.ids, out.tokens, out.events, engine.stats())))
-            except OSError:
-                return
+    outbox = Outbox(sock)
+    try:
+        while True:
+            wait = not engine.has_work
+            if wait:
+                outbox.flush()
+            while wait or not inbox.empty():
+                if not _handle(inbox.get(), outbox, engine):
+                    return
+                wait = False
+            if engine.has_work:
+                out = _step(engine)
+                outbox.put(("step", out.ids, out.tokens, out.events, engine.stats()))
+    except OSError:
+        logger.info("the API process is gone")
 
 
 def _step(engine: Engine) -> StepOutput:
@@ -113,7 +116,7 @@ def _step(engine: Engine) -> StepOutput:
         return engine.fail_step(f"the step failed: {type(error).__name__}: {error}")
 
 
-def _handle(message: Message, sock: socket.socket, engine: Engine) -> bool:
+def _handle(message: Message, outbox: Outbox, engine: Engine) -> bool:
     """Act on one message; False where it ends the process."""
     kind = message[0]
     if kind == "work":
@@ -130,5 +133,5 @@ def _handle(message: Message, sock: socket.socket, engine: Engine) -> bool:
             # The process boundary: a profiler that cannot run here must not end the server.
             logger.exception("profiling failed")
             result = {"error": f"{type(error).__name__}: {error}"}
-        sock.sendall(pack(("profile", result)))
+        outbox.put(("profile", result))
     return str(kind) != "end"
