@@ -45,6 +45,9 @@ def _properties(verdict: Verdict) -> dict[str, str]:
         "engine": verdict.engine,
         "commit": verdict.commit,
     }
+    sampling = verdict.detail.get("sampling")
+    if isinstance(sampling, dict):
+        values |= sampling
     result = verdict.result
     if result is not None:
         values |= {

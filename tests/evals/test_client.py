@@ -292,6 +292,46 @@ def test_error_bodies_of_all_forms_are_read() -> None:
     assert len(error_message(b"x" * 10**6)) == 500
 
 
-def test_our_keep_alive_is_shorter_than_the_usual_servers() -> None:
+def test_our_keep_alive_is_shorter_than_the_servers() -> None:
     # uvicorn's `timeout_keep_alive`, which vLLM and SGLang leave as it is.
     assert KEEPALIVE_S < 5.0
+    from moeserve.args import ServeConfig
+
+    assert ServeConfig("m").keep_alive_s > KEEPALIVE_S
+
+
+def test_a_redirect_is_refused_with_where_it_leads_and_the_key_stays_here() -> None:
+    with FakeServer(lambda request: Action(("18",))) as other:
+        place = {"Location": f"{other.url}/v1/completions"}
+        for status in (301, 302, 303, 307, 308):
+            moved = Action(status=status, payload=b"", headers=place)
+            with FakeServer(lambda request, moved=moved: moved) as server:
+                found = failure(ask(server, api_key="sk-secret"))
+            assert (found.kind, found.status, found.retries) == ("http", status, 0)
+            assert found.message.startswith(f"HTTP {status}: redirected to {place['Location']}; ")
+    assert not other.requests
+
+
+def test_log_probabilities_nobody_asked_for_are_no_fault_and_asked_ones_must_be_numbers() -> None:
+    odd = [{"token_logprobs": [None]}, {"token_logprobs": ["x"]}, {"token_logprobs": 5}]
+    asked = SamplingSettings("fake", 8, 0.0, 1, has_logprobs=True)
+    for details in odd:
+        payload = json.dumps({"choices": [{**CHOICE, "logprobs": details}]}).encode()
+        with FakeServer(lambda request, payload=payload: Action(payload=payload)) as server:
+            assert replies(ask(server))[0].text == "#### 18"
+            assert "log-probabilities" in failure(ask(server, sampling=asked)).message
+
+
+def test_log_probabilities_of_the_chat_route() -> None:
+    chat = SamplingSettings("fake", 8, 0.0, 1, is_chat=True, has_logprobs=True)
+    message = {"role": "assistant", "content": "18"}
+    for content, values in (([{"logprob": -0.5}, {"logprob": -1}], (-0.5, -1.0)), (None, ())):
+        choice = {"index": 0, "message": message, "logprobs": {"content": content}}
+        payload = json.dumps({"choices": [choice]}).encode()
+        with FakeServer(lambda request, payload=payload: Action(payload=payload)) as server:
+            assert replies(ask(server, sampling=chat))[0].token_logprobs == values
+    for content in (5, ["x"], [{"logprob": None}]):
+        choice = {"index": 0, "message": message, "logprobs": {"content": content}}
+        payload = json.dumps({"choices": [choice]}).encode()
+        with FakeServer(lambda request, payload=payload: Action(payload=payload)) as server:
+            assert failure(ask(server, sampling=chat)).kind == "malformed"

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 from pathlib import Path
 
 import pytest
-from eval_helpers import needs_gsm8k, real_source
+from eval_helpers import config, evaluate, gold_script, needs_gsm8k, real_source, samples
+from fake_server import FakeServer
 
 from evalsuite import tasks
 from evalsuite.errors import ConfigError
+from evalsuite.ledger import read_ledger
+from evalsuite.tasks import data
 from evalsuite.tasks.base import DataSource, Row, TaskSettings, hash_prompts, profile_of
 from evalsuite.tasks.gsm8k import SCRIPT_STOP, ScriptTask
 
@@ -83,6 +88,29 @@ def test_profiles_stops_and_default_metrics() -> None:
         "gsm8k_cot": ("gsm8k_cot/lm-eval", ("Q:", "</s>", "<|im_end|>"), "strict-match"),
         "minigsm": ("minigsm/script", script, "last-number"),
     }
+
+
+def test_the_border_task_is_not_cut_by_a_reply_that_uses_the_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server obeys the stops it is sent; the script's bare word loses the answer."""
+    rows = [{"question": f"{n} and 9?", "answer": f"#### {n + 9}"} for n in range(9)]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    digest = hashlib.sha256(content).hexdigest()
+    monkeypatch.setattr(data, "GSM8K_SHA256", {"train": digest, "test": digest})
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_bytes(content)
+    source = DataSource(data_dir=tmp_path)
+    reply = " First I restate the Question. It is {}.\n#### {}\n\nQuestion: and 7?\nAnswer: 8"
+    right = {}
+    for task in ("gsm8k-border", "gsm8k"):
+        settings = config(task=task, num_questions=9)
+        with FakeServer(gold_script(samples(settings, source), reply)) as server:
+            result = evaluate(server.url, tmp_path / f"{task}.l", settings, data=source)
+        right[task] = (result.metric, result.accuracy, result.num_correct["numeric"])
+    assert right == {"gsm8k-border": ("numeric", 1.0, 9), "gsm8k": ("last-number", 0.0, 0)}
+    texts = {record.text for record in read_ledger(tmp_path / "gsm8k-border.l")}
+    assert " First I restate the Question. It is 9.\n#### 9\n" in texts
 
 
 @needs_gsm8k

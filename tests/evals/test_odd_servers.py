@@ -22,6 +22,7 @@ from evalsuite import http_reply, session, tasks
 from evalsuite.executors import local
 from evalsuite.ledger import LedgerRecord
 from evalsuite.progress import PlainDisplay
+from evalsuite.report import RunMeta, html, junit
 from evalsuite.run_folder import RunFolder
 from evalsuite.tasks.base import DataSource, Sample, TaskSettings
 from evalsuite.verdict import Status, Verdict, exit_code
@@ -329,9 +330,17 @@ def test_a_server_that_answers_nothing_is_left_after_64_in_a_row(tmp_path: Path,
     assert len(server.requests) <= 64 + 32
 
 
-def test_the_seed_of_the_file_is_in_every_request_and_on_record(tmp_path: Path) -> None:
-    verdict, _, server = run(tmp_path, gold_script(known()), seed=977)
-    assert {request.body["seed"] for request in server.requests} == {977}
+def test_seed_and_limit_of_the_file_are_in_every_request_and_in_the_reports(
+    tmp_path: Path,
+) -> None:
+    verdict, _, server = run(tmp_path, gold_script(known()), seed=977, max_tokens=300)
+    asked = {(r.body["seed"], r.body["max_tokens"], r.body["temperature"]) for r in server.requests}
+    assert asked == {(977, 300, 0.0)}
+    assert verdict.detail["sampling"] == {"max_tokens": 300, "temperature": 0.0, "seed": 977}
+    meta = RunMeta("r")
+    assert '<property name="seed" value="977" />' in junit.render([verdict], meta)
+    assert '<property name="max_tokens" value="300" />' in junit.render([verdict], meta)
+    assert "max_tokens 300, temperature 0.0, seed 977" in html.render([verdict], {}, meta)
     (ledger,) = (tmp_path / "run").glob("jobs/*/ledger.jsonl")
     assert json.loads(ledger.read_text().splitlines()[0])["ledger"]["seed"] == 977
     assert verdict.status is Status.PASS
