@@ -9,7 +9,7 @@ import pytest
 
 from moeserve.engine.wire import Outbox, Unpacker, receive
 
-MESSAGE = ("step", ["request-%032d" % i for i in range(1000)], list(range(1000)))
+MESSAGE = ("step", [f"request-{i:032}" for i in range(1000)], list(range(1000)))
 
 
 def test_messages_that_nobody_reads_do_not_block_and_arrive_whole_and_in_order() -> None:
