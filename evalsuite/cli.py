@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import typer
 
-from evalsuite import __version__, cli_ci, cli_gate, cli_run
+from evalsuite import __version__, cli_ci, cli_gate, cli_run, os_faults
 from evalsuite.errors import ConfigError, EvalsuiteError
 from evalsuite.names import suggestion
 from evalsuite.verdict import EXIT_INFRASTRUCTURE, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
@@ -25,6 +25,7 @@ app = typer.Typer(
     help="Accuracy evaluation of MoE servers: a YAML becomes a verdict.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_SIGINT_STATUS = 130
 # Older typer takes click's exceptions, newer brings its own; both derive from this one's base.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _EXIT_CODES = """Exit codes: 0 passed, 1 an accuracy failure, 2 interrupted, 4 usage or config,
@@ -162,6 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             prog_name="evalsuite",
             standalone_mode=False,
         )
+        if code == _SIGINT_STATUS:
+            # Some versions of typer turn Ctrl-C into a shell's status; ours is 2.
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
         return code if isinstance(code, int) else 0
     except _UsageError as error:
         return _usage(error)
@@ -175,6 +180,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os_faults.forget_stdout()
+        return EXIT_INFRASTRUCTURE
+    except OSError as error:
+        explained = os_faults.explain(error)
+        if explained is None:
+            traceback.print_exc()
+            return EXIT_INTERNAL
+        print(explained[0], file=sys.stderr)
+        return explained[1]
     except Exception:  # noqa: BLE001 - the process boundary
         traceback.print_exc()
         return EXIT_INTERNAL

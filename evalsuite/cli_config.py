@@ -16,6 +16,7 @@ from evalsuite.errors import ConfigError, Problem
 from evalsuite.jobs import EvalJob, Selection, load_jobs
 from evalsuite.lists import configs_root, list_files, suite_folders
 from evalsuite.machine import detect_machine
+from evalsuite.names import engine_override
 from evalsuite.new_config import NewConfig, write_config
 from evalsuite.validate import survey
 from evalsuite.verdict import EXIT_OK, EXIT_USAGE
@@ -61,8 +62,8 @@ def validate(
     Returns:
         0 without errors (warnings and notes allowed), else 4.
     """
-    overrides = {"engine": engine} if engine else {}
     try:
+        overrides = engine_override(engine)
         folder = _root_for(paths, root)
         if explain is not None:
             return _explain(explain, paths or [str(folder)], folder, overrides)
@@ -126,11 +127,11 @@ def list_jobs(
     Returns:
         0, or 4 with every fault of every file.
     """
-    overrides = {"engine": engine} if engine else {}
     machine = detect_machine(environ=os.environ)
     jobs_of: dict[str, tuple[EvalJob, ...]] = {}
     problems: list[Problem] = []
     try:
+        overrides = engine_override(engine)
         folder = configs_root(root)
     except ConfigError as error:
         print_problems(error.problems)

@@ -20,7 +20,16 @@ import typer
 
 from evalsuite.errors import ConfigError
 from evalsuite.family import hold_family_rate
-from evalsuite.verdict import EXIT_INTERRUPTED, EXIT_OK, Status, Verdict, exit_code
+from evalsuite.verdict import (
+    EXIT_ACCURACY,
+    EXIT_INFRASTRUCTURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    Status,
+    Verdict,
+    exit_code,
+)
 
 if TYPE_CHECKING:
     from evalsuite.run_folder import RunFolder
@@ -133,6 +142,7 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
     """Prepare, execute, report."""
     from evalsuite.session import interrupt_on_sigterm, prepare
 
+    interrupt_on_sigterm()
     prepared = prepare(request, dict(os.environ))
     for problem in prepared.problems:
         print(problem, file=sys.stderr)
@@ -142,7 +152,6 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
         print(f"shard {request.shard}: nothing assigned of {prepared.num_selected} jobs")
         return EXIT_OK
     folder.check_writable()
-    interrupt_on_sigterm()
     began = time.monotonic()
     folder.begin(request.to_json())
     is_interrupted = False
@@ -154,14 +163,25 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
         verdicts = [verdict for verdict in kept if verdict is not None]
         is_interrupted = isinstance(error, KeyboardInterrupt)
         if not is_interrupted:
-            # A fault of the suite itself: what is decided is reported, then it is raised.
-            _finish(request, verdicts, folder, began)
+            # A fault of the suite or the disk: what is decided is reported, then it is raised.
+            _print_table(verdicts)
+            with contextlib.suppress(OSError):
+                _finish(request, verdicts, folder, began)
             raise
-    _finish(request, verdicts, folder, began)
+    _print_table(verdicts)
+    code = exit_code(verdicts)
+    try:
+        _finish(request, verdicts, folder, began)
+    except OSError as error:
+        # What was decided stands on the screen; a low score is one, written down or not.
+        print(f"error: {folder.path}: the reports cannot be written: {error}", file=sys.stderr)
+        code = code if code in (EXIT_ACCURACY, EXIT_USAGE) else EXIT_INFRASTRUCTURE
+    else:
+        print(f"results: {folder.path}")
     if is_interrupted:
         print(f"interrupted; go on with: evalsuite run --resume {folder.path}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return exit_code(verdicts)
+    return code
 
 
 def _finish(
@@ -172,7 +192,6 @@ def _finish(
     command = shlex.join(["evalsuite", *sys.argv[1:]])
     folder.finish(verdicts, command, time.monotonic() - began)
     record_durations(request, verdicts)
-    _print_end(verdicts, folder)
 
 
 def _execute(request: RunRequest, prepared: Prepared, folder: RunFolder) -> list[Verdict]:
@@ -220,7 +239,7 @@ def _describe(prepared: Prepared) -> int:
     return EXIT_OK
 
 
-def _print_end(verdicts: Sequence[Verdict], folder: RunFolder) -> None:
+def _print_table(verdicts: Sequence[Verdict]) -> None:
     from rich.console import Console
 
     from evalsuite.report.terminal import LOG_WIDTH, print_verdicts
@@ -229,4 +248,3 @@ def _print_end(verdicts: Sequence[Verdict], folder: RunFolder) -> None:
     console = Console()
     if verdicts:
         print_verdicts(verdicts, console if console.is_terminal else Console(width=LOG_WIDTH))
-    print(f"results: {folder.path}")

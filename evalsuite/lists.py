@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.hardware import FILE_NAME
 from evalsuite.names import closest
-from evalsuite.yaml_loader import read_text
+from evalsuite.yaml_loader import NO_FILE, absence, read_text
 
 YAML_SUFFIXES = (".yaml", ".yml")
 # How lists are named; any other text file of a suite is none of ours.
@@ -130,18 +130,17 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
         for path in (Path(value), root / value, root.parent / value):
             if path.exists() and not path.is_dir():
                 return [_read_any(path, root)]
-        if Path(value).is_dir():
-            found = [path.name for path in list_files(Path(value))]
-            raise ConfigError(
-                Problem("error", f"is a folder; name one of its lists: {_names(found)}", value)
-            )
         raise ConfigError(Problem("error", _nothing_named(Path(value)), value))
-    found_paths = [f / value for f in suite_folders(root) if (f / value).is_file()]
+    found_paths = [f / value for f in suite_folders(root) if (f / value).exists()]
     if found_paths:
         return [_read_any(path, root) for path in found_paths]
     known = sorted({path.name for f in suite_folders(root) for path in list_files(f)})
     known_yamls = {path.name for f in suite_folders(root) for path in f.glob("*.yaml")}
     near = closest(value, [*known, *known_yamls])
+    if Path(value).is_dir():
+        raise ConfigError(Problem("error", _nothing_named(Path(value)), value))
+    if (slashed := Path(value.replace("\\", "/"))).is_file():
+        near = str(slashed)  # the way another system writes a path
     raise ConfigError(
         Problem(
             "error",
@@ -153,9 +152,15 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
 
 
 def _nothing_named(path: Path) -> str:
+    if path.is_dir():
+        lists = [found.relative_to(path) for found in sorted(path.rglob("config*.txt"))]
+        return f"is a folder; name one of its lists: {_names(map(str, lists))}"
+    why = absence(path)
+    if why != NO_FILE:
+        return why
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = closest(path.name, siblings)
-    return "no such file" + (f"; did you mean {path.parent / near}?" if near else "")
+    return why + (f"; did you mean {path.parent / near}?" if near else "")
 
 
 def _names(names: Iterable[str]) -> str:
@@ -163,6 +168,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _read_any(path: Path, root: Path) -> ConfigList:
+    if path.name == FILE_NAME:
+        raise ConfigError(Problem("error", "describes pools and is no job; name a list", str(path)))
     if path.suffix in YAML_SUFFIXES:
         return ConfigList(path, suite_name(path.parent, root), (Entry(path),))
     return read_list(path, root)
@@ -215,6 +222,8 @@ def _expand(name: str, folder: Path) -> tuple[list[Path], str]:
         with_suffix = path.with_name(path.name + ".yaml")
         hint = f"; did you mean {name + '.yaml'!r}?" if with_suffix.is_file() else ""
         return [], f"{name!r} is no YAML file{hint}"
+    if not path.is_file() and (why := absence(path)) != NO_FILE:
+        return [], f"{name!r} {why}"
     if not path.is_file():
         near = closest(name, [p.name for p in folder.glob("*.yaml")], cutoff=0.7)
         return [], f"no file {name!r} here" + (f"; did you mean {near!r}?" if near else "")

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from evalsuite.errors import ConfigError
+
 _PACKAGE = Path(__file__).parent
 _FOLDERS = {"engine": "engines", "evaluator": "evaluators"}
 # What makes a file of such a folder an engine or an evaluator, and not a helper.
@@ -44,6 +46,21 @@ def check_known(kind: str, value: str) -> None:
     valid = known(kind)
     if value not in valid:
         raise ValueError(f"{value!r} is no {kind}{suggestion(value, valid)}")
+
+
+def engine_override(value: str | None) -> dict[str, str]:
+    """`--engine` as a key that wins over every file's own; {} where it is not given.
+
+    Raises:
+        ConfigError: No such engine; said once, and not once a file.
+    """
+    if not value:
+        return {}
+    try:
+        check_known("engine", value)
+    except ValueError as error:
+        raise ConfigError(f"--engine {error}") from error
+    return {"engine": value}
 
 
 def closest(value: str, valid: Iterable[str], cutoff: float = 0.55) -> str:

@@ -37,7 +37,16 @@ from evalsuite.session import (
     record_durations,
 )
 from evalsuite.shared_server import SharedServer
-from evalsuite.verdict import EXIT_NOTHING_RAN, EXIT_OK, Status, Verdict, exit_code
+from evalsuite.verdict import (
+    EXIT_ACCURACY,
+    EXIT_INFRASTRUCTURE,
+    EXIT_NOTHING_RAN,
+    EXIT_OK,
+    EXIT_USAGE,
+    Status,
+    Verdict,
+    exit_code,
+)
 
 _PREPARED = pytest.StashKey[Prepared]()
 _FOLDER = pytest.StashKey[RunFolder]()
@@ -104,6 +113,7 @@ class Plugin:
     def __init__(self) -> None:
         self._verdicts: dict[str, Verdict] = {}
         self._began = time.monotonic()
+        self._unwritten = ""
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Check everything before anything starts; every fault at once, exit 4."""
@@ -186,14 +196,19 @@ class Plugin:
             command = shlex.join(["pytest", *sys.argv[1:]])
             seconds = time.monotonic() - self._began
             verdicts = list(self._verdicts.values())
-            config.stash[_FOLDER].finish(verdicts, command, seconds)
-            record_durations(_request(config), verdicts)
+            try:
+                config.stash[_FOLDER].finish(verdicts, command, seconds)
+                record_durations(_request(config), verdicts)
+            except OSError as error:
+                self._unwritten = f"the reports cannot be written: {error}"
         if exitstatus not in _REPLACED:
             return
         if self._verdicts:
             code = exit_code(list(self._verdicts.values()))
             is_unexplained = exitstatus == pytest.ExitCode.TESTS_FAILED and code in _GREEN
             # A test failed and no verdict says why: the suite itself is at fault.
+            if self._unwritten and code not in (EXIT_ACCURACY, EXIT_USAGE):
+                code = EXIT_INFRASTRUCTURE
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR if is_unexplained else code
         elif exitstatus == pytest.ExitCode.TESTS_FAILED:
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
@@ -222,7 +237,8 @@ class Plugin:
             width=max(screen.fullwidth, LOG_WIDTH) if not screen.hasmarkup else None,
         )
         print_verdicts(list(self._verdicts.values()), console)
-        terminalreporter.write_line(f"results: {config.stash[_FOLDER].path}")
+        end = f"error: {self._unwritten}" if self._unwritten else "results"
+        terminalreporter.write_line(f"{end}: {config.stash[_FOLDER].path}")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typing import Any
 # The suite's own: the port is bound by the child, the host is loopback, the model is
 # `model_name`. A second definition would send requests to the wrong server or model.
 OWN_FLAGS = {
-    "--port": "the suite picks a free port; `evalsuite run --port N` sets one",
+    "--port": "the suite starts the server on a free port",
     "--host": "the server listens on the loopback address that the suite asks",
     "--model": "the model is `model_name`",
     "--model-path": "the model is `model_name`",
@@ -211,17 +211,6 @@ def parallel_size(argv: Sequence[str], names: Sequence[str]) -> int:
     if len(sizes) > 1:
         raise ValueError(f"{names[0]} is given twice, as {' and '.join(map(str, sorted(sizes)))}")
     return sizes.pop() if sizes else 1
-
-
-def check_port(port: int) -> int:
-    """Return a port that can be meant (0 asks for a free one).
-
-    Raises:
-        ValueError: Outside 0 to 65535.
-    """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port {port} does not exist; ports are 0 (any free one) to 65535")
-    return port
 
 
 def _type_name(value: Any) -> str:

@@ -7,6 +7,7 @@ anything. The two entry files are `cli_run.py` and `plugin.py`.
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from evalsuite import pipeline, shards
+from evalsuite import names, pipeline, shards
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.jobs import EvalJob, Selection, load_jobs
 from evalsuite.lists import configs_root
@@ -118,7 +120,7 @@ def prepare(
     _check_options(request)
     machine = detect_machine(environ=environ)
     root = configs_root(request.root or None)
-    overrides = {"engine": request.engine} if request.engine else {}
+    overrides = names.engine_override(request.engine)
     if request.base_url:
         overrides = {"engine": "external"}
     found = load_jobs(
@@ -159,8 +161,12 @@ def _check_options(request: RunRequest) -> None:
     problems = []
     if request.limit is not None and request.limit < 1:
         problems.append(f"--limit {request.limit}: at least one question has to be asked")
-    if request.base_url and not request.base_url.startswith(("http://", "https://")):
-        problems.append(f"--base-url {request.base_url!r} is no URL, such as http://host:8000")
+    if request.base_url and (fault := _url_fault(request.base_url)):
+        problems.append(f"--base-url {request.base_url!r} {fault}, such as http://host:8000")
+    if request.data_dir and not Path(request.data_dir).is_dir():
+        problems.append(f"--data-dir {request.data_dir!r} is no folder")
+    if request.recorded and (fault := _write_fault(Path(request.recorded))):
+        problems.append(f"--record-durations {request.recorded!r} {fault}")
     if request.base_url and request.engine not in ("", "external"):
         problems.append(f"--base-url names a running server; --engine {request.engine} starts one")
     if not 0 <= request.grace_s <= 3600:
@@ -169,6 +175,26 @@ def _check_options(request: RunRequest) -> None:
         problems.append(f"--executor {request.executor!r}; known: local, ray")
     if problems:
         raise ConfigError([Problem("error", text) for text in problems])
+
+
+def _url_fault(url: str) -> str:
+    """Why a URL names no server, "" where it does."""
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:
+        return f"is no URL ({error})"
+    return "" if is_server else "is no URL of a server"
+
+
+def _write_fault(path: Path) -> str:
+    """Why a file cannot be written there, "" where it can."""
+    if path.is_dir():
+        return "is a folder; name a file in it"
+    if not path.absolute().parent.is_dir():
+        return f"cannot be written: {path.parent} is no folder"
+    place = path if path.exists() else path.absolute().parent
+    return "" if os.access(place, os.W_OK) else f"cannot be written: {place} is read-only"
 
 
 def with_new_configs(request: RunRequest, names: Sequence[str]) -> RunRequest:

@@ -22,6 +22,9 @@ from evalsuite.yaml_scalars import read_scalar
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000
 
+# What a path is to which nothing answers.
+NO_FILE = "no such file"
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -86,7 +89,7 @@ def read_text(path: Path, file: str) -> tuple[str, Problem | None]:
         if path.is_dir():
             return refuse("is a folder; name a file in it")
         if not path.is_file():
-            return refuse("is not a regular file" if path.exists() else "no such file")
+            return refuse(absence(path))
         if path.stat().st_size > MAX_BYTES:
             return refuse(f"has {path.stat().st_size} bytes; the limit is {MAX_BYTES}")
         data = path.read_bytes()
@@ -101,6 +104,15 @@ def read_text(path: Path, file: str) -> tuple[str, Problem | None]:
             "save it as UTF-8",
             line,
         )
+
+
+def absence(path: Path) -> str:
+    """What stands in the place of a regular file."""
+    if path.is_dir():
+        return "is a folder"
+    if path.exists():
+        return "is not a regular file"
+    return f"is a link to {path.readlink()}, which is not there" if path.is_symlink() else NO_FILE
 
 
 def parse_document(text: str, file: str) -> Document:
@@ -252,7 +264,9 @@ class _Builder:
             if source.kind != "map":
                 self.report("`<<` takes a mapping or a list of them", source.line, dotted(path))
                 continue
-            for key, value in self.build(source, path, depth + 1).items():
+            merged = self.build(source, path, depth + 1)
+            # A refused one (its tag, its size) is reported where it stands.
+            for key, value in merged.items() if isinstance(merged, dict) else ():
                 result.setdefault(key, value)
 
 

@@ -4,7 +4,7 @@ A file written for `vllm serve` runs here through the table below; flags that ar
 pass through; flags that only vLLM has and that would change the measurement are refused.
 
 Flags and log lines are those of the source of SGLang 0.5.23 and of the form before it; no
-server of SGLang was ever started by this project, whose machines its CUDA-only wheels do not fit.
+server of SGLang was ever started by this project: its wheels pin CUDA builds.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ Switches that the server does not know, or says it ignores, are collected as ign
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
@@ -66,7 +67,9 @@ class Vllm:
             args.append(_TRUST)
         env = dict(config.env)
         # The engine has a limit of its own, shorter than a file may allow.
-        env.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.startup_max_wait_seconds)))
+        # It reads whole seconds.
+        limit_s = math.ceil(config.startup_max_wait_seconds)
+        env.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(limit_s))
         if config.startup_rpc_checks:
             env.setdefault("VLLM_SERVER_DEV_MODE", "1")
         return LaunchSpec(

@@ -58,6 +58,9 @@ def grid(
 
 
 def test_the_whole_tree_is_strictly_valid_in_two_seconds() -> None:
+    num_configs = len([path for path in CONFIGS.rglob("*.yaml") if path.name != "hardware.yaml"])
+    num_lists = len(list(CONFIGS.rglob("config-*.txt")))
+    assert num_configs >= 117
     seconds = []
     # Processor time, and the best of three: other processes may hold the cores.
     for _ in range(3):
@@ -74,7 +77,7 @@ def test_the_whole_tree_is_strictly_valid_in_two_seconds() -> None:
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-        assert "117 configs in 17 lists: 0 errors" in done.stdout
+        assert f"{num_configs} configs in {num_lists} lists: 0 errors" in done.stdout
     assert min(seconds) < 2
 
 
@@ -99,7 +102,9 @@ def test_ours_name_everything_that_gives_a_threshold_its_meaning(suite: str) -> 
     for path in sorted((CONFIGS / suite).glob("*.yaml")):
         config = load_config(path)
         assert {"task", "evaluator", "metric", "calibration"} <= config.model_fields_set, path
-        assert config.tolerance == 0.02
+        # A file that is calibrated has the tolerance that its noise gave.
+        is_measured = config.calibration != "uncalibrated"
+        assert config.tolerance < 0.02 if is_measured else config.tolerance == 0.02
         assert config.metric == "last-number"
         assert config.provenance
         assert config.engine == "moeserve"
