@@ -9,15 +9,19 @@ import torch
 from moe_helpers import TOLERANCE, relative_error
 from torch import nn
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     Llama4TextConfig,
     MixtralConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
@@ -95,12 +99,11 @@ def llama4(backend: str) -> tuple[nn.Module, MoELayer]:
     return block, layer
 
 
-def qwen3_next(backend: str) -> tuple[nn.Module, MoELayer]:
-    config = Qwen3NextConfig(
-        hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=4,
-        shared_expert_intermediate_size=S,
-    )  # fmt: skip
-    block = randomised(Qwen3NextSparseMoeBlock(config), config)
+def gated_shared(
+    config: Qwen3NextConfig | Qwen3_5MoeTextConfig, kind: type[nn.Module], backend: str
+) -> tuple[nn.Module, MoELayer]:
+    """The forms whose shared expert has a gate of its own."""
+    block = randomised(kind(config), config)
     spec = MoESpec(
         E, H, I, RoutingSpec(4), dtype=torch.float32, shared_intermediate_size=S,
         has_shared_gate=True,
@@ -110,6 +113,41 @@ def qwen3_next(backend: str) -> tuple[nn.Module, MoELayer]:
     copy_shared(layer, block.shared_expert)  # type: ignore[arg-type]
     assert layer.shared_gate_weight is not None
     layer.shared_gate_weight.copy_(block.shared_expert_gate.weight)  # type: ignore[union-attr,arg-type]
+    return block, layer
+
+
+GATED_SHARED_SIZES = {
+    "hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": 4,
+    "shared_expert_intermediate_size": S,
+}  # fmt: skip
+
+
+def qwen3_next(backend: str) -> tuple[nn.Module, MoELayer]:
+    return gated_shared(Qwen3NextConfig(**GATED_SHARED_SIZES), Qwen3NextSparseMoeBlock, backend)
+
+
+def qwen3_5(backend: str) -> tuple[nn.Module, MoELayer]:
+    """Its config has no norm_topk_prob; weights are renormalised all the same."""
+    config = Qwen3_5MoeTextConfig(**GATED_SHARED_SIZES)
+    return gated_shared(config, Qwen3_5MoeSparseMoeBlock, backend)
+
+
+def deepseek_v2(backend: str) -> tuple[nn.Module, MoELayer]:
+    """Softmax, groups by their largest score, no renormalisation, scaled."""
+    config = DeepseekV2Config(
+        hidden_size=H, moe_intermediate_size=I, n_routed_experts=E, num_experts_per_tok=4,
+        n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5,
+        topk_method="group_limited_greedy", norm_topk_prob=False,
+    )  # fmt: skip
+    block = randomised(DeepseekV2Moe(config), config)
+    routing = RoutingSpec(
+        4, is_renormalized=False, num_groups=4, top_k_groups=2, scaling_factor=2.5,
+        has_float32_gate=True,
+    )  # fmt: skip
+    spec = MoESpec(E, H, I, routing, dtype=torch.float32, shared_intermediate_size=2 * I)
+    layer = build(spec, backend)
+    copy_plain(layer, block)
+    copy_shared(layer, block.shared_experts)  # type: ignore[arg-type]
     return block, layer
 
 
@@ -154,6 +192,8 @@ FORMS: list[Callable[[str], tuple[nn.Module, MoELayer]]] = [
     mixtral,
     llama4,
     qwen3_next,
+    qwen3_5,
+    deepseek_v2,
     deepseek_v3,
 ]
 
