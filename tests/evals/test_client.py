@@ -297,7 +297,8 @@ def test_our_keep_alive_is_shorter_than_the_servers() -> None:
     assert KEEPALIVE_S < 5.0
     from moeserve import args
 
-    assert args.parse(["m"], {}).keep_alive_s == args.ServeConfig.keep_alive_s > KEEPALIVE_S
+    parsed = args.parse(["qwen3-30b-a3b", "--load-format", "dummy"], {})
+    assert parsed.keep_alive_s == args.ServeConfig.keep_alive_s > KEEPALIVE_S
 
 
 def test_a_redirect_is_refused_with_where_it_leads_and_the_key_stays_here() -> None:

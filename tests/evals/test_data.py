@@ -5,6 +5,8 @@ import functools
 import hashlib
 import http.server
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +69,31 @@ def test_the_hubs_parquet_file_serves_as_well_and_is_checked(tmp_path: Path) -> 
         data.gsm8k_rows("test", source)
 
 
+def test_half_a_hub_download_is_named_and_the_remedy_given(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet", reason="the hub's form needs pyarrow")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "datasets--openai--gsm8k" / "snapshots" / "abc" / "main"
+    folder.mkdir(parents=True)
+    path = folder / "test-00000-of-00001.parquet"
+    parquet.write_table(arrow.Table.from_pylist([{"prompt": "q", "answer": "a"}]), path)
+    whole = path.read_bytes()
+    for content in (whole, whole[:-20], b""):
+        path.write_bytes(content)
+        data._read.cache_clear()
+        with pytest.raises(ConfigError, match=r"is no table of GSM8K: .*evalsuite data get gsm8k"):
+            data.gsm8k_rows("test", DataSource(hub_cache=tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "test.jsonl"
+    path.write_text("x")
+    path.chmod(0)
+    with pytest.raises(ConfigError, match=r"test\.jsonl: error: cannot be read .Permission"):
+        data.gsm8k_rows("test", DataSource(data_dir=tmp_path))
+
+
 @contextlib.contextmanager
 def web(folder: Path) -> Iterator[str]:
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -104,6 +131,36 @@ def test_what_is_not_the_data_set_is_not_kept(tmp_path: Path) -> None:
     with web(tmp_path / "web") as url, pytest.raises(ConfigError, match="sha256"):
         cli_data.data_get("gsm8k", source, url=url)
     assert not (tmp_path / "cache").exists()
+
+
+def test_half_a_file_from_the_web_is_not_kept(tmp_path: Path) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            line, _ = listener.accept()
+            with line:
+                line.recv(65536)
+                line.sendall(head + b'{"question"')
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        with pytest.raises(
+            ConfigError, match=r"cannot be fetched .IncompleteRead.*copy test\.jsonl"
+        ):
+            cli_data.data_get("gsm8k", DataSource(cache_dir=tmp_path / "cache"), url=url)
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_gsm8k
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    source = DataSource(cache_dir=tmp_path / "cache")
+    with (
+        web(Path(REAL_DATA)) as url,
+        pytest.raises(ConfigError, match=r"test\.jsonl cannot be written .*--data-dir"),
+    ):
+        cli_data.data_get("gsm8k", source, url=url)
 
 
 def test_without_a_network_it_says_what_to_do(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evalsuite.errors import ConfigError
+from evalsuite.errors import ConfigError, EvalError
 from evalsuite.ledger import Ledger, LedgerHead, LedgerRecord, encode, read_ledger
 
 HEAD = LedgerHead("builtin", "gsm8k/script", "m", 256, 0.0, 42, ("Question",))
@@ -134,6 +136,52 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: bytes) -> No
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(ConfigError, match=r"ledger\.jsonl:2: "):
         read_ledger(path)
+
+
+class FullDisk:
+    """Takes `room` bytes, then what a full disk says."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, content: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = int(self.file.write(content[: self.room]))
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_full_disk_is_an_error_and_leaves_no_half_line(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, HEAD) as ledger:
+        ledger.add(record(0))
+        before = path.read_bytes()
+        ledger._file = FullDisk(ledger._file, room)  # type: ignore[assignment]
+        with pytest.raises(EvalError, match=r"ledger\.jsonl cannot be written .*No space left"):
+            ledger.add(record(1))
+        assert path.read_bytes() == before
+        ledger._file.room = 10**6  # type: ignore[attr-defined]
+        ledger.add(record(1))
+    assert read_ledger(path) == [record(0), record(1)]
+
+
+def test_a_line_that_the_disk_takes_in_parts_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, HEAD) as ledger:
+        file = ledger._file
+
+        class Slow(FullDisk):
+            def write(self, content: memoryview) -> int:
+                return int(file.write(content[:7]))
+
+        ledger._file = Slow(file, 0)  # type: ignore[assignment]
+        ledger.add(record(0))
+    assert read_ledger(path) == [record(0)]
 
 
 def test_another_file_is_no_ledger_and_stays_as_it_is(tmp_path: Path) -> None:
