@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,49 @@ def test_missing_libraries_are_reasons() -> None:
     assert library_reason("torch", "torch", at_least=(2, 0)) == ""
     assert "needs Python 99.0" in library_reason("torch", "torch", python=(99, 0))
     assert "cannot be imported" in library_reason("not_a_module_of_torch", "torch")
+
+
+@pytest.mark.parametrize(
+    ("pins", "reason"),
+    [
+        (["torch>=2.0", "einops; extra == 'dev'"], ""),
+        (["torch>=2.0", "torch<=1.9.1"], "strict-kernels 3.1 wants torch<=1.9.1, this is 2."),
+        (["no-such-dsl==4.4.2"], "strict-kernels 3.1 wants no-such-dsl==4.4.2, which is not"),
+    ],
+)
+def test_pins_that_do_not_fit_are_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: list[str], reason: str
+) -> None:
+    """Installed past its pins, as `pip install --no-deps` does, and importable all the same."""
+    (tmp_path / "strict_kernels.py").write_text("")
+    info = tmp_path / "strict_kernels-3.1.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: strict-kernels", "Version: 3.1"]
+    lines += [f"Requires-Dist: {pin}" for pin in pins]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library_reason.cache_clear()
+    found = library_reason("strict_kernels", "strict-kernels", has_binding_pins=True)
+    assert found.startswith(reason) if reason else found == ""
+    assert library_reason("strict_kernels", "strict-kernels") == ""
+    library_reason.cache_clear()
+
+
+def test_sonicmoe_is_looked_up_by_the_name_it_is_published_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "sonic_moe-0.1.2.post1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sonic-moe\nVersion: 0.1.2.post1\n"
+        "Requires-Dist: torch<=2.9.1,>=2.7.1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+    library_reason.cache_clear()
+    reason = registry().get("sonicmoe").missing()
+    library_reason.cache_clear()
+    assert reason.startswith("sonic-moe 0.1.2.post1 wants torch<=2.9.1,>=2.7.1, this is ")
 
 
 def example_points() -> list[importlib.metadata.EntryPoint]:

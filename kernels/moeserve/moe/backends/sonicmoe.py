@@ -1,7 +1,8 @@
 """Experts through SonicMoE on Hopper, `sonicmoe.functional.moe_general_routing_inputs`.
 
 Receives [T, H] and a routing, returns [T, H]. Gate and up rows are interleaved, and the weights go
-in as views [rows, columns, E]. Its pins want Python 3.12 and CUDA 12.9.
+in as views [rows, columns, E]. Release 0.1.2.post1 wants Python 3.12, torch up to 2.9.1 and one
+version of the CUTLASS DSL, and its products know gated activations only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class SonicMoE(Backend):
         title="SonicMoE",
         platforms=frozenset({"cuda-sm90"}),
         layout="gate_up_interleaved",
-        activations=frozenset({"silu", "relu2"}),
+        activations=frozenset({"silu"}),
         has_expert_maps=False,
         was_executed=False,
         kernel_patterns=(r"sonicmoe|quack",),
@@ -35,16 +36,14 @@ class SonicMoE(Backend):
         return ""
 
     def missing(self) -> str:
-        """Python 3.12 by its pins."""
-        return library_reason("sonicmoe", "sonicmoe", python=(3, 12))
+        """Python 3.12 and the versions that it pins."""
+        return library_reason("sonicmoe", "sonic-moe", python=(3, 12), has_binding_pins=True)
 
     def convert_expert(
         self, w13: torch.Tensor, w2: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row 2i is gate row i, row 2i + 1 is up row i; ungated weights stay."""
+        """Row 2i is gate row i, row 2i + 1 is up row i."""
         width = w2.shape[1]
-        if w13.shape[0] != 2 * width:
-            return w13, w2
         return w13.view(2, width, -1).transpose(0, 1).reshape(w13.shape), w2
 
     def apply(
@@ -75,7 +74,7 @@ class SonicMoE(Backend):
             None,
             spec.num_experts,
             torch.cuda.current_stream().cuda_stream,
-            ActivationType.SWIGLU if spec.activation == "silu" else ActivationType.RELU_SQ,
+            ActivationType.SWIGLU,
             True,
         )
         return out
