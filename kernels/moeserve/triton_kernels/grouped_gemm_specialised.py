@@ -174,7 +174,7 @@ def arrange(
 
 
 def _grid(tile: Tile, num_slots: int, num_local: int, width: int, like: torch.Tensor) -> int:
-    tiles = num_row_blocks(num_slots, num_local, BLOCK_M) * triton.cdiv(width, tile.block_n)
+    tiles = num_row_blocks(num_slots, num_local, BLOCK_M) * -(-width // tile.block_n)
     if not like.is_cuda:
         return min(tiles, 2)
     sms: int = torch.cuda.get_device_properties(like.device).multi_processor_count
