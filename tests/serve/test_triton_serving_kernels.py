@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from moeserve.layers.rope import RotaryTable, apply_rope
-from moeserve.triton_kernels import gemv_dense, linear, norm, rope, sample
+from moeserve.triton_kernels import combine, gemv_dense, linear, linear_split, norm, rope, sample
+from moeserve.triton_kernels.combine import SlotSum
+from moeserve.triton_kernels.linear_split import Parts, SplitTile
 from moeserve.triton_kernels.rope import Heads, RopeTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,6 +33,69 @@ def test_add_norm_updates_the_stream_and_normalises_it(H: int) -> None:
     assert error(out, expected) < LIMIT
     alone = norm.add_norm(x.to(DEVICE), None, weight.to(DEVICE), 1e-6)
     assert error(alone, F.rms_norm(x, (H,), weight, 1e-6)) < LIMIT
+
+
+def test_add_norm_takes_the_sum_of_slots_and_clears_the_counts() -> None:
+    T, K, E, H = 6, 3, 5, 80
+    slots = torch.randn(T * K, H, device=DEVICE)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int().to(DEVICE)
+    ids[2, 1] = -1
+    slots[2 * K + 1] = float("nan")
+    summed = torch.empty(T, H, device=DEVICE)
+    combine.combine(slots, ids, summed, num_local=E, num_experts=E)
+    stream, weight = torch.randn(T, H, device=DEVICE), torch.rand(H, device=DEVICE)
+    before = stream.clone()
+    counts = torch.full((E + 1,), 7, dtype=torch.int32, device=DEVICE)
+    given = SlotSum(slots, ids, E, E, counts=counts[:E])
+    assert given.shape == (T, H)
+    out = norm.add_norm(given, stream, weight, 1e-6)
+    expected = norm.add_norm(summed, before, weight, 1e-6)
+    assert torch.equal(out, expected)
+    assert torch.equal(stream, before)
+    assert counts.tolist() == [0] * E + [7]
+    # Without a list of counts nothing else is written.
+    norm.add_norm(SlotSum(slots, ids, E, E), stream, weight, 1e-6)
+    assert counts.tolist() == [0] * E + [7]
+
+
+def test_slots_of_other_ranks_add_nothing_to_the_norms_sum() -> None:
+    T, K, H = 4, 2, 48
+    slots = torch.randn(T * K, H, device=DEVICE)
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2], [1, 0]], dtype=torch.int32, device=DEVICE)
+    where = torch.tensor([-1, 0, -1, 1], dtype=torch.int32, device=DEVICE)
+    is_here = (where[ids.long()] >= 0).reshape(-1, 1)
+    expected = (slots * is_here).view(T, K, H).sum(1)
+    slots = torch.where(is_here, slots, float("nan"))
+    weight = torch.ones(H, device=DEVICE)
+    for given in (SlotSum(slots, ids, 2, 4, expert_map=where),):
+        stream = torch.zeros(T, H, device=DEVICE)
+        norm.add_norm(given, stream, weight, 1e-6)
+        assert error(stream, expected.cpu()) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "tile"),
+    [(96, 256, SplitTile(64, 16, 32, 4, 4, 2)), (70, 200, SplitTile(32, 16, 32, 3, 4, 2))],
+)
+@pytest.mark.parametrize("T", [5, 20])
+def test_split_products_sum_to_the_product_and_into_the_norm(
+    N: int, K: int, tile: SplitTile, T: int
+) -> None:
+    x = torch.randn(T, 2 * K, device=DEVICE)[:, :K]
+    weight, bias = torch.randn(N, K, device=DEVICE), torch.randn(N, device=DEVICE)
+    parts = linear_split.linear_split(x, weight, bias, tile)
+    product = x.double() @ weight.double().T + bias.double()
+    assert parts.values.shape == (tile.parts, T, N)
+    assert error(parts.values.sum(0), product.cpu()) < LIMIT
+    stream, scale = torch.randn(T, N, device=DEVICE), torch.rand(N, device=DEVICE)
+    total = stream.double() + product
+    out = norm.add_norm(Parts(parts.values), stream, scale, 1e-6)
+    assert error(stream, total.cpu()) < LIMIT
+    assert error(out, F.rms_norm(total, (N,), scale.double(), 1e-6).cpu()) < LIMIT
+    rows = torch.empty(T, N, device=DEVICE)
+    whole = SplitTile(tile.block_n, tile.block_m, tile.block_k, 1, 4, 2)
+    linear_split.linear_split(x, weight, bias, whole, rows)
+    assert error(rows, product.cpu()) < LIMIT
 
 
 def test_embedding_takes_pending_tokens_and_never_reads_outside() -> None:
@@ -120,6 +185,22 @@ def test_fixed_products_are_right_and_rows_keep_their_bits(N: int, K: int, has_b
     assert error(out, expected.cpu()) < LIMIT
     for rows in (slice(0, 1), slice(13, 30), slice(69, 70)):
         assert torch.equal(linear.linear_fixed(x[rows], weight, bias), out[rows])
+
+
+@pytest.mark.parametrize(("N", "K", "parts"), [(24, 1024, 4), (1024, 512, 2)])
+def test_fixed_products_have_the_same_bits_whoever_computes_a_part(
+    N: int, K: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert linear.num_parts(N, K) == parts
+    x, weight = torch.randn(40, K, device=DEVICE), torch.randn(N, K, device=DEVICE)
+    project = linear.FixedProjection()
+    split = project(x, weight)
+    assert error(split, (x.double() @ weight.double().T).cpu()) < LIMIT
+    # Counters are clear again: a second call gives the same.
+    assert torch.equal(project(x, weight), split)
+    assert torch.equal(project(x[3:4], weight), split[3:4])
+    monkeypatch.setattr(linear, "MAX_SPLIT_ROWS", 0)
+    assert torch.equal(project(x, weight), split)
 
 
 @pytest.mark.parametrize(("N", "K"), [(24, 64), (600, 96)])

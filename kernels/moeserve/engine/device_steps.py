@@ -178,15 +178,17 @@ class DeviceSteps:
         self._count += 1
         places = np.array([seq.row for seq in rows], dtype=np.int32)
         sampled = SampledRows(places, logits_rows(plan, host.cu_seqlens_q))
-        block_tokens = self.attention.block_tokens
-        used = pack(host, sizes, shared, block_tokens, self._arrays[stage], sampled)
+        numbers, attention = self._arrays[stage], self.attention
+        used = pack(host, sizes, shared, self.attention.block_tokens, self._arrays[stage], sampled)
         self._numbers[:used].copy_(self._stages[stage][:used], non_blocking=True)
+        has_shared = shared.num_tokens > 0
+        attention.prepare(host, sizes, has_shared=has_shared, in_graph=size is not None)
         hidden = None
         if size is None:
             counts = shared_step.num_tokens if shared_step else None
-            hidden = self._eager(sizes, shared.num_tokens > 0, dp_num_tokens=counts)
+            hidden = self._eager(sizes, has_shared, dp_num_tokens=counts)
         else:
-            self._replay(size, shared.num_tokens > 0)
+            self._replay(size, has_shared)
         return self._finished(plan, rows, hidden, self._results[stage])
 
     def _graph_size(self, plan: StepPlan, shared: SharedStep | None) -> int | None:
@@ -281,6 +283,7 @@ class DeviceSteps:
     def _decode_run(self, size: int, has_shared: bool) -> Callable[[], None]:
         """What a graph of `size` rows holds."""
         sizes = StepSizes(size, size, size)
+        self.attention.prepare_capture(size, self.limits.max_pages)
 
         @torch.inference_mode()
         def run() -> None:

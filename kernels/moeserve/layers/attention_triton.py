@@ -168,6 +168,21 @@ class TritonPagedAttention:
         plan = batch.attention
         return isinstance(plan, TritonPlan) and plan.is_plain_decode and not self.is_deterministic
 
+    def prepare(
+        self, host: HostBatch, sizes: StepSizes, *, has_shared: bool, in_graph: bool
+    ) -> None:
+        """Ready a step before it is launched: nothing here, the kernels read its numbers.
+
+        Args:
+            host: The step.
+            sizes: With padding.
+            has_shared: A prefix is taken apart.
+            in_graph: It is run by the captured graph of `sizes.num_decodes` rows.
+        """
+
+    def prepare_capture(self, size: int, max_pages: int) -> None:
+        """Ready the capture of a graph of `size` rows of at most `max_pages` pages: nothing."""
+
     def forward(self, q: Tensor, kv: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Not this backend's form."""
         raise NotImplementedError("attention backend 'triton' takes the fused projection")

@@ -126,6 +126,7 @@ class MoELayer(nn.Module):
         logits: torch.Tensor | None = None,
         *,
         leaves_sum: bool = False,
+        follows_sum: bool = False,
     ) -> torch.Tensor | SlotSum:
         """Runs the layer.
 
@@ -136,6 +137,7 @@ class MoELayer(nn.Module):
             logits: [T, E], the gate's product where the caller has taken it already.
             leaves_sum: The caller takes a `SlotSum` too, which comes where nothing else is to be
                 added: no shared expert, no other rank.
+            follows_sum: The layer before, of as many rows, gave a `SlotSum` that a norm has taken.
 
         Returns:
             [T, H], complete on every TP rank.
@@ -157,6 +159,7 @@ class MoELayer(nn.Module):
             self._weights,
             dp_num_tokens,
             leaves_sum=leaves_sum and is_alone,
+            has_clear_counts=follows_sum and is_alone,
         )
         if not isinstance(out, torch.Tensor):
             return out

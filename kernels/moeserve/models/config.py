@@ -144,7 +144,8 @@ def parse_model_spec(keys: Keys, source: str) -> ModelSpec:
     num_layers = _int(keys, "num_hidden_layers", source)
     num_heads = _int(keys, "num_attention_heads", source)
     hidden_size = _int(keys, "hidden_size", source)
-    num_experts = _first_int(keys, ("num_experts", "num_local_experts"), 0, source)
+    expert_names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = _first_int(keys, expert_names, 0, source)
     model_type = str(keys.get("model_type", ""))
     # Mixtral and Llama-4 spell the experts' width `intermediate_size`.
     expert_width = _first_int(keys, ("moe_intermediate_size", "intermediate_size"), 0, source)
@@ -197,19 +198,43 @@ def _routing(keys: Keys, model_type: str, num_experts: int, source: str) -> Rout
         return RoutingSpec(
             top_k=top_k, scoring="sigmoid", is_renormalized=False, weight_on_input=True
         )
+    if model_type.startswith("deepseek"):
+        return _deepseek_routing(keys, top_k, source)
     # Absent means renormalised: Mixtral and Qwen3.5 have no such key and always do it.
     return RoutingSpec(top_k=top_k, is_renormalized=bool(keys.get("norm_topk_prob", True)))
+
+
+def _deepseek_routing(keys: Keys, top_k: int, source: str) -> RoutingSpec:
+    """V3 scores by sigmoid, chooses with a correction bias and renormalises; V2 does none of it."""
+    is_v3 = str(keys.get("topk_method") or "noaux_tc") == "noaux_tc"
+    has_groups = keys.get("topk_method") != "greedy"
+    return RoutingSpec(
+        top_k=top_k,
+        scoring="sigmoid" if is_v3 else "softmax",
+        is_renormalized=bool(keys.get("norm_topk_prob", is_v3)),
+        has_bias=is_v3,
+        num_groups=_first_int(keys, ("n_group",), 1, source) if has_groups else 1,
+        top_k_groups=_first_int(keys, ("topk_group",), 1, source) if has_groups else 1,
+        scaling_factor=float(cast(float, keys.get("routed_scaling_factor", 1.0))),
+        has_float32_gate=True,
+    )
 
 
 def _shared_width(keys: Keys, model_type: str, expert_width: int, source: str) -> int:
     if model_type.startswith("llama4"):
         return expert_width
+    if model_type.startswith("deepseek"):
+        return _first_int(keys, ("n_shared_experts",), 0, source) * expert_width
     return _first_int(keys, ("shared_expert_intermediate_size",), 0, source)
 
 
 def _moe_layers(keys: Keys, num_layers: int, num_experts: int, source: str) -> tuple[bool, ...]:
     if not num_experts:
         return (False,) * num_layers
+    if keys.get("first_k_dense_replace") is not None:  # DeepSeek
+        first = cast(int, keys["first_k_dense_replace"])
+        step = _first_int(keys, ("moe_layer_freq",), 1, source)
+        return tuple(i >= first and i % step == 0 for i in range(num_layers))
     step = _first_int(keys, ("decoder_sparse_step", "interleave_moe_layer_step"), 1, source)
     dense = keys.get("mlp_only_layers") or ()
     if not isinstance(dense, (list, tuple)):

@@ -99,6 +99,7 @@ class DecoderLayer(nn.Module):
         if self.is_small_fused and residual.shape[0] <= SMALL_ROWS:
             assert x is None or isinstance(x, Tensor)
             return self._forward_small(x, residual, rope, batch)
+        follows_sum = x is not None and not isinstance(x, Tensor)
         normed, residual = self.input_norm.add(x, residual)
         if self.has_split_products:
             parts = self.attention.forward_split(normed, rope, batch)
@@ -107,7 +108,10 @@ class DecoderLayer(nn.Module):
             attended = self.parallel.all_reduce_tp(self.attention.forward(normed, rope, batch))
             normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MoELayer):
-            return self.mlp.forward(normed, batch, leaves_sum=self.leaves_sums), residual
+            added = self.mlp.forward(
+                normed, batch, leaves_sum=self.leaves_sums, follows_sum=follows_sum
+            )
+            return added, residual
         return self.parallel.all_reduce_tp(self.mlp.forward(normed)), residual
 
     def _forward_small(

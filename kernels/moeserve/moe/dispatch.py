@@ -89,6 +89,7 @@ class MoEKernel:
         dp_num_tokens: Sequence[int] | None = None,
         *,
         leaves_sum: bool = False,
+        has_clear_counts: bool = False,
     ) -> torch.Tensor | SlotSum:
         """Runs routing and experts.
 
@@ -99,6 +100,7 @@ class MoEKernel:
             weights: In the plan's layout.
             dp_num_tokens: T of every DP rank; None lets the transport ask, where it has to know.
             leaves_sum: The sum over slots may be left to the caller. Only where tokens stay here.
+            has_clear_counts: The layer before, of as many tokens, left its sum and it was taken.
 
         Returns:
             [T, H] in `x.dtype`; a part of a sum where `is_partial`.
@@ -115,8 +117,9 @@ class MoEKernel:
                 out = torch.zeros_like(moved)
             elif leaves_sum and self.transport.is_local:
                 return backend.apply_logits_unsummed(
-                    self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows
-                )
+                    self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows,
+                    has_clear_counts=has_clear_counts,
+                )  # fmt: skip
             else:
                 out = backend.apply_logits(
                     self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows

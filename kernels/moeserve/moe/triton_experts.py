@@ -6,7 +6,7 @@ count; the contract around it is `moe/backends/triton.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -47,6 +47,8 @@ class Call:
         is_deterministic: A token's bits must not depend on the batch.
         first_expert: Global id of the first local expert, where there is no map.
         leaves_sum: The sum over slots may be left to the caller.
+        has_clear_counts: Whoever took the sum of the layer before has cleared the counts that
+            begin the workspace.
     """
 
     x: torch.Tensor
@@ -61,6 +63,7 @@ class Call:
     is_deterministic: bool = False
     first_expert: int = 0
     leaves_sum: bool = False
+    has_clear_counts: bool = False
 
     @property
     def shape(self) -> LayerShape:
@@ -139,6 +142,7 @@ def run_experts(
     parts = _part_bytes((E, H, I, K), T, call.x.element_size())
     if workspace is None or workspace.numel() < sum(parts):
         workspace = torch.empty(sum(parts), dtype=torch.uint8, device=call.x.device)
+        call = replace(call, has_clear_counts=False)
     counts, slots, act, by_slot, plan = torch.split(workspace[: sum(parts)], list(parts))
     act = _view(act, call.x.dtype, T * K, I)
     if isinstance(tiles.gate_up, GemvTile) and isinstance(tiles.down, GemvTile):
@@ -150,7 +154,8 @@ def run_experts(
     buckets = _view(counts, torch.int32, E), _view(slots, torch.int32, E, T * K)
     by_slot = _view(by_slot, call.x.dtype, T * K, H)
     if routing is not None:
-        buckets[0].zero_()
+        if not call.has_clear_counts:
+            buckets[0].zero_()
         _route(call, routing, buckets)
     else:
         fill_buckets(
@@ -230,7 +235,7 @@ def _run_grouped(
     if call.leaves_sum:
         return SlotSum(
             by_slot, call.topk_ids, call.shape.E, call.num_experts, call.first_expert,
-            call.expert_map,
+            call.expert_map, buckets[0],
         )  # fmt: skip
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     combine.combine(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from moeserve.engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
+# Why an installed FlashInfer is not the choice of "auto"; docs/performance.md has the figures.
+SLOWER_FLASHINFER = "slower on the GPUs measured; --attention-backend flashinfer takes it"
 # Logits of this many rows at a time: a scored prompt times a large vocabulary is gigabytes.
 LOGITS_ROWS = 512
 
@@ -121,7 +123,7 @@ class ModelRunner:
         """Whether nothing but Triton and plain products runs, in steps of any size."""
         plan = self.moe_plan
         is_triton = plan is None or all(name == "triton" for _, name in plan.ranges)
-        return is_triton and self.attention.is_fused
+        return is_triton and self.attention.name == "triton"
 
     def allocate_cache(self, num_pages: int) -> None:
         """Give every attention layer its KV cache."""
@@ -184,7 +186,7 @@ def _attention_backend(
     config: EngineConfig, spec: ModelSpec, options: RunnerOptions
 ) -> AttentionBackend:
     asked, device = config.attention_backend, options.device.type
-    known = ("auto", "native", "torch", "triton")
+    known = ("auto", "flashinfer", "native", "torch", "triton")
     if asked not in known:
         raise UsageError(f"attention backend {asked!r} is unknown; known: {', '.join(known)}")
     name = asked if asked != "auto" else ("native" if device == "cpu" else "triton")
@@ -209,18 +211,36 @@ def _attention_backend(
                 "sequence, so a result depends on its neighbours"
             )
         return TorchPagedAttention(shape, options.page_size or DEFAULT_PAGE_SIZE, torch_reason)
+    return _gpu_attention(config, options, shape, name)
+
+
+def _gpu_attention(
+    config: EngineConfig, options: RunnerOptions, shape: AttentionShape, name: str
+) -> AttentionBackend:
+    """Our own kernels, or FlashInfer's where they are asked for."""
     # Triton is imported only where it is used: a CPU server never needs it.
     from triton import knobs
 
+    from moeserve.layers import attention_flashinfer
     from moeserve.layers.attention_triton import TritonPagedAttention
 
-    if device == "cpu" and not knobs.runtime.interpret:
-        raise Unsupported("attention backend 'triton' wants a GPU (or Triton's interpreter)")
-    reason = "asked for by name" if asked == name else "the backend for GPUs"
+    device = options.device
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        raise Unsupported(f"attention backend {name!r} wants a GPU (or Triton's interpreter)")
+    found = attention_flashinfer.obstacle(shape, is_deterministic=config.is_deterministic)
+    if name == "flashinfer":
+        if found:
+            raise Unsupported(f"attention backend 'flashinfer': {found}")
+        return attention_flashinfer.FlashInferPagedAttention(
+            shape, options.page_size, device, reason="asked for by name"
+        )
+    reason = "asked for by name"
+    if config.attention_backend == "auto":
+        reason = f"the backend for GPUs; flashinfer: {found or SLOWER_FLASHINFER}"
     return TritonPagedAttention(
         shape,
         options.page_size,
-        options.device,
+        device,
         is_deterministic=config.is_deterministic,
         reason=reason,
     )

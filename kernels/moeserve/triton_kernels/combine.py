@@ -67,6 +67,8 @@ class SlotSum:
         num_experts: E, global.
         first_expert: Global id of the first local expert, where there is no map.
         expert_map: [E] int32, global id -> local id or -1.
+        counts: [E_loc] int32, the layer's slots by expert; whoever takes the sum clears them, for
+            the layer that follows.
     """
 
     slots: torch.Tensor
@@ -75,6 +77,7 @@ class SlotSum:
     num_experts: int
     first_expert: int = 0
     expert_map: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -24,9 +24,9 @@ _ROWS, _SLOTS, _PARTS = 0, 1, 2
 @triton.jit
 def add_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, stride_x, H, eps,
-    ids_ptr, map_ptr, first_expert, num_local, num_experts,
+    ids_ptr, map_ptr, counts_ptr, first_expert, num_local, num_experts,
     BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, SOURCE: tl.constexpr, COUNT: tl.constexpr,
-    HAS_MAP: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: residual += x (where HAS_ADD), out = residual / rms * weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -41,6 +41,10 @@ def add_norm_kernel(
             x_ptr, ids_ptr, map_ptr, row, col, first_expert, num_local, num_experts, H,
             COUNT, BLOCK, HAS_MAP,
         )  # fmt: skip
+        if BLOCK_E > 0 and row == 0:
+            # Nobody reads them any more, and the next router counts from zero.
+            lane = tl.arange(0, BLOCK_E)
+            tl.store(counts_ptr + lane, tl.zeros([BLOCK_E], tl.int32), mask=lane < num_local)
         # Rounded as the rows of the unfused form are.
         value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
     else:
@@ -99,19 +103,23 @@ def add_norm(
         return out
     block = triton.next_power_of_2(H)
     ids, owner = out, (0, 0, 0)
-    expert_map = None
+    expert_map = counts = None
     if isinstance(x, torch.Tensor):
         source, count, rows = _ROWS, 1, x
     elif isinstance(x, SlotSum):
         source, count, rows, ids = _SLOTS, x.topk_ids.shape[1], x.slots, x.topk_ids
         owner, expert_map = (x.first_expert, x.num_local, x.num_experts), x.expert_map
+        counts = x.counts
     else:
         source, count, rows = _PARTS, x.values.shape[0], x.values
     add_norm_kernel[(T,)](
         rows, residual if residual is not None else out, weight, out, rows.stride(0), H, eps,
-        ids, expert_map if expert_map is not None else ids, *owner,
+        ids, expert_map if expert_map is not None else ids,
+        counts if counts is not None else ids, *owner,
         BLOCK=block, HAS_ADD=residual is not None, SOURCE=source, COUNT=count,
-        HAS_MAP=expert_map is not None, num_warps=_num_warps(block), **dependent(out),
+        HAS_MAP=expert_map is not None,
+        BLOCK_E=0 if counts is None else triton.next_power_of_2(counts.shape[0]),
+        num_warps=_num_warps(block), **dependent(out),
     )  # fmt: skip
     return out
 

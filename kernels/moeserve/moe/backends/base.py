@@ -258,6 +258,12 @@ class Backend(ABC):
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
         nan_rows: torch.Tensor | None = None,
+        *,
+        has_clear_counts: bool = False,
     ) -> torch.Tensor | SlotSum:
-        """`apply_logits`, where the sum over slots may be left to the norm that follows."""
+        """`apply_logits`, where the sum over slots may be left to the norm that follows.
+
+        `has_clear_counts` says that the layer before left its sum too, and that it has been taken:
+        see `SlotSum.counts`.
+        """
         return self.apply_logits(spec, x, logits, bias, weights, workspace, nan_rows)

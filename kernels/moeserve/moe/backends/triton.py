@@ -100,9 +100,14 @@ class TritonExperts(Backend):
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
         nan_rows: torch.Tensor | None = None,
+        *,
+        has_clear_counts: bool = False,
     ) -> torch.Tensor | SlotSum:
         """See `Backend.apply_logits_unsummed`."""
-        return self._routed(spec, x, logits, bias, weights, workspace, nan_rows, leaves_sum=True)
+        return self._routed(
+            spec, x, logits, bias, weights, workspace, nan_rows,
+            leaves_sum=True, has_clear_counts=has_clear_counts,
+        )  # fmt: skip
 
     def _routed(
         self,
@@ -115,6 +120,7 @@ class TritonExperts(Backend):
         nan_rows: torch.Tensor | None,
         *,
         leaves_sum: bool = False,
+        has_clear_counts: bool = False,
     ) -> torch.Tensor | SlotSum:
         if x.shape[0] == 0 or weights.w13.shape[0] == 0:
             return torch.zeros_like(x)
@@ -134,6 +140,7 @@ class TritonExperts(Backend):
                 is_deterministic=spec.is_deterministic,
                 first_expert=spec.first_local_expert,
                 leaves_sum=leaves_sum,
+                has_clear_counts=has_clear_counts,
             ),
             workspace,
             RouterCall(logits, spec.routing, bias, nan_rows),
