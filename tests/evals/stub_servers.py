@@ -52,6 +52,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--drafts-per-request", type=int, default=0)
     parser.add_argument("--accepted-per-request", type=int, default=0)
     parser.add_argument("--failing-rpc", default="")
+    parser.add_argument("--log-per-request", type=int, default=0)
+    parser.add_argument("--argv-file", default="")
     return parser.parse_known_args()[0]
 
 
@@ -115,6 +117,8 @@ class Handler(BaseHTTPRequestHandler):
             if self.opts.exit_after_requests and self.opts.exit_after_requests < NUM_REQUESTS:
                 print("out of luck", file=sys.stderr, flush=True)
                 os._exit(self.opts.exit_code or 1)
+        if self.opts.log_per_request:
+            os.write(2, b"r" * (self.opts.log_per_request - 1) + b"\n")
         time.sleep(self.opts.delay_s)
         if self.opts.status != 200:
             self.reply(self.opts.status, {"error": {"message": self.opts.message}})
@@ -142,6 +146,8 @@ class Server(ThreadingHTTPServer):
 def main() -> None:
     opts = options()
     note_pid(opts.pids_file)
+    if opts.argv_file:
+        Path(opts.argv_file).write_text(json.dumps(sys.argv[1:]))
     if opts.ignore_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if opts.daemonise and os.fork():
