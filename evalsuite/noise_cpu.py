@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from evalsuite.noise_runs import NUM_SHOTS, Reply, Score
+from evalsuite.noise_runs import NUM_LOADS, NUM_SHOTS, Reply, Score
 from moeserve.moe.backends.cpu import CpuExperts
 from moeserve.tiny import model_dir
 from moeserve.tiny.checkpoint import load_model
@@ -23,8 +23,8 @@ from moeserve.tiny.minigsm import load_split
 
 # Questions decoded at a time, run by run: a server's batch under different loads. The largest is
 # what two gigabytes of scores allow during a prefill.
-BATCH_SIZES = (330, 256, 192, 128)
-REPLAY_SIZES = (16, 24, 12, 20)
+BATCH_SIZES = (330, 256, 192, 128, 224, 160)
+REPLAY_SIZES = (16, 24, 12, 20, 14, 18)
 
 
 class CpuModel:
@@ -63,7 +63,7 @@ class CpuModel:
         """Answer questions greedily, in this order; the number seeds the dither."""
         self.generator.manual_seed(number)
         asked = [self.questions[index] for index in order]
-        size = BATCH_SIZES[number % len(BATCH_SIZES)]
+        size = BATCH_SIZES[number % NUM_LOADS]
         found = greedy_replies(self.model, self.tokenizer, self.shots, asked, size)
         rows = zip(order, found.token_ids, found.texts, found.margins, strict=True)
         return {index: Reply(ids, text, margins) for index, ids, text, margins in rows}
@@ -79,6 +79,6 @@ class CpuModel:
             prefix,
             [self.questions[index] for index in order],
             [replies[index] for index in order],
-            REPLAY_SIZES[number % len(REPLAY_SIZES)],
+            REPLAY_SIZES[number % NUM_LOADS],
         )
         return {index: Score(row) for index, row in zip(order, scores, strict=True)}

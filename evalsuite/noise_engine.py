@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from evalsuite.noise_runs import NUM_SHOTS, Reply, Score
+from evalsuite.noise_runs import NUM_LOADS, NUM_SHOTS, Reply, Score
 
 if TYPE_CHECKING:
     from moeserve.engine.config import EngineConfig
@@ -90,7 +90,7 @@ class EngineModel:
             self.engine.pool.drop_cache()
         sampling = SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS)
         waiting = list(order)[::-1]
-        most = OPEN_REQUESTS[number % len(OPEN_REQUESTS)]
+        most = OPEN_REQUESTS[number % NUM_LOADS]
         opened: dict[str, _Open] = {}
         done: dict[int, list[int]] = {}
         while waiting or self.engine.has_work:
@@ -132,7 +132,7 @@ class EngineModel:
 
         sampling = SamplingParams(temperature=0.0, max_tokens=0, num_prompt_logprobs=2)
         waiting = random.Random(number).sample(sorted(replies), len(replies))
-        most = OPEN_REQUESTS[number % len(OPEN_REQUESTS)] // 8
+        most = OPEN_REQUESTS[number % NUM_LOADS] // 8
         found: dict[int, Score] = {}
         num_open = 0
         while waiting or self.engine.has_work:

@@ -29,7 +29,6 @@ from evalsuite.noise_runs import (
     write,
 )
 
-REPLAY_EVERY = 5
 # Replays of each variant: two, so that what they share is the variant's own.
 VARIANT_REPLAYS = 2
 
@@ -57,7 +56,7 @@ def measure(plan: RunPlan, num_runs: int, part: tuple[int, int] = (0, 1)) -> Non
     first, step = part
     missing = [
         number
-        for number in (0, *range(max(first, 1), num_runs, step))
+        for number in sorted({0, *range(first, num_runs, step)})
         if number < num_runs and not path_of(plan.folder, number).is_file()
     ]
     if not missing:
@@ -89,7 +88,7 @@ def measure_one(plan: RunPlan, model: Model, number: int) -> NoiseRun:
     reference = [list(found[i].ids) for i in chosen] if base is None else base.token_ids
     margins = [list(found[i].margins) for i in chosen] if base is None else base.margins
     scores: dict[int, Score] = {}
-    if number % REPLAY_EVERY == 0:
+    if number % plan.replay_every == 0:
         # Run 0 says how near every reply was to another one.
         count = plan.num_questions if base is None else plan.num_replayed
         scores = model.score(dict(enumerate(reference[:count])), number)

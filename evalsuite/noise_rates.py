@@ -1,32 +1,25 @@
-"""What the gates and the replay make of runs of one unchanged build, and of faults beside them.
+"""How often the gates and replay fail runs of one unchanged build.
 
-Receives runs that `noise_measure.py` made, returns rates; the page of them is `noise_study.py`.
+Receives runs that `noise_measure.py` made, returns rates; faults under the same noise are
+`noise_doses.py`, the page is `noise_study.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from evalsuite.gates.absolute import Floor, false_alarm_rate, statistical_gate, threshold_gate
 from evalsuite.gates.base import Counts, GateOutcome
 from evalsuite.gates.paired import PairedPlan, paired_gate
-from evalsuite.noise_runs import NoiseRun, load_variant
+from evalsuite.noise_runs import NUM_LOADS, NoiseRun
 from evalsuite.replay import ReplayLimits, compare_logprobs, noise_between
 from evalsuite.stats.noise import measure_noise, tolerance_for
 from evalsuite.verdict import Status
 
 CLEAN_REPLAYS = 200
-# Doses that no accuracy gate sees, and two that are gross, for the other end.
-FAULTS = (
-    *("noise:0.003", "noise:0.01", "noise:0.03", "noise:0.1", "slots-dropped:1"),
-    *("expert-scale:0.1", "expert-scale:0.5", "layer-scale:0.01@1", "layer-scale:0.1@1"),
-    *("experts-zeroed:1@2", "no-renormalisation:1", "experts-zeroed:4"),
-)
 
 
 def clopper_pearson(hits: int, draws: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -115,43 +108,55 @@ def _fails(outcome: GateOutcome) -> bool:
 
 @dataclass(frozen=True)
 class Replays:
-    """What replay says of clean builds and of faults."""
+    """What replay says of clean builds.
+
+    Attributes:
+        num_clean: Replays of the unchanged build against a baseline of its own.
+        failed: Of them, by all tests.
+        mean_shifts: Mean loss of each, nats a token.
+        ratios: Spread of an answer over its noise, geometric mean over answers.
+        agreements: Of the two shifts.
+        p_agreements: Their one-sided p.
+    """
 
     num_clean: int
     failed: int
     mean_shifts: tuple[float, ...]
     ratios: tuple[float, ...]
-    faults: tuple[tuple[str, str, float, float, float], ...]
+    agreements: tuple[float, ...]
+    p_agreements: tuple[float, ...]
 
 
-def replays(runs: Sequence[NoiseRun], folder: Path) -> Replays:
-    """Replay the model against itself, then against the faults that were measured."""
-    scored = [dict(enumerate(run.logprobs)) for run in runs if run.logprobs]
-    triples = list(itertools.permutations(range(len(scored)), 3))
-    random.Random(1).shuffle(triples)
-    shifts, ratios, failed = [], [], 0
+def replays(runs: Sequence[NoiseRun], draws: int = CLEAN_REPLAYS) -> Replays:
+    """Replay the model against itself: two replays are the baseline's, two the build's.
+
+    Each pair had the same load, as `evalsuite replay` sends it; no run is in both pairs.
+    """
+    by_load: dict[int, list[NoiseRun]] = {}
+    for run in runs:
+        if run.logprobs:
+            by_load.setdefault(run.number % NUM_LOADS, []).append(run)
+    kept = [group for group in by_load.values() if len(group) > 1]
+    draw = random.Random(1)
     limits = ReplayLimits()
-    triples = triples[:CLEAN_REPLAYS]
-    for first, again, after in triples:
-        noise = noise_between(scored[first], scored[again])
-        outcome = compare_logprobs(scored[first], scored[after], limits, noise)
-        failed += outcome.status is Status.FAIL
-        shifts.append(outcome.mean_shift)
-        ratios.append(_ratio(noise_between(scored[first], scored[after]), noise))
-    found = []
-    if len(scored) > 1:
-        noise = noise_between(scored[0], scored[1])
-        for fault in FAULTS:
-            measured = load_variant(folder, fault)
-            if measured is not None:
-                faulty = dict(enumerate(measured.replays[0]))
-                one = compare_logprobs(scored[0], faulty, limits, noise)
-                ratio = _ratio(noise_between(scored[0], faulty), noise)
-                found.append((fault, one.status.value, one.mean_shift, one.spread, ratio))
-    return Replays(len(triples), failed, tuple(shifts), tuple(ratios), tuple(found))
+    outcomes, ratios = [], []
+    for _ in range(draws if len(kept) > 1 else 0):
+        (one, two), (three, four) = (draw.sample(group, 2) for group in draw.sample(kept, 2))
+        before, after, old, new = (dict(enumerate(x.logprobs)) for x in (one, two, three, four))
+        noise = noise_between(before, old)
+        outcomes.append(compare_logprobs(before, after, limits, noise, (old, new)))
+        ratios.append(noise_ratio(noise_between(before, after), noise))
+    return Replays(
+        len(outcomes),
+        sum(one.status is Status.FAIL for one in outcomes),
+        tuple(one.mean_shift for one in outcomes),
+        tuple(ratios),
+        tuple(one.agreement or 0.0 for one in outcomes),
+        tuple(1.0 if one.p_agreement is None else one.p_agreement for one in outcomes),
+    )
 
 
-def _ratio(spreads: Mapping[int, float], noise: Mapping[int, float]) -> float:
+def noise_ratio(spreads: Mapping[int, float], noise: Mapping[int, float]) -> float:
     """Geometric mean over answers of the spread over the noise."""
     least = ReplayLimits().min_spread / 10
     logs = [math.log(max(x, least) / max(noise[index], least)) for index, x in spreads.items()]

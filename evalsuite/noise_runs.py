@@ -17,6 +17,8 @@ from typing import Any, Protocol
 # Half a unit in the last place of bfloat16, which keeps 8 bits: what one rounding may move.
 DITHER = 2.0**-8
 NUM_SHOTS = 5
+# Loads that runs take in turn: a run's number modulo this says which.
+NUM_LOADS = 6
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,14 @@ class RunPlan:
     Attributes:
         folder: One JSON file a run.
         num_questions: Asked in every run, from the first of the test set.
-        num_replayed: Replies of run 0 that every fifth run and every variant teacher-force.
+        num_replayed: Replies of run 0 that some runs and every variant teacher-force.
         dtype: "bfloat16" or "float32" (on a CPU). In float32 two runs hardly ever differ.
         dither: Largest relative change of an output of a MoE layer (on a CPU); 0 for none.
         num_full: Runs that ask everything; the later ones ask the questions that may turn.
         margin_cut: Those whose smallest margin in run 0 is below this, in logits. The full runs
             show whether others ever do.
         engine: "" for the model in large batches on a CPU, else the device of moeserve's engine.
+        replay_every: Runs that teacher-force too: every so many.
     """
 
     folder: Path
@@ -87,6 +90,7 @@ class RunPlan:
     num_full: int = 100
     margin_cut: float = 1.0
     engine: str = ""
+    replay_every: int = 5
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class NoiseRun:
         num_asked: All, or those that may turn; the others' outcomes are run 0's.
         right: By question index.
         splits: Replies that differ from run 0's.
-        logprobs: Of the tokens of run 0's first replies, every `REPLAY_EVERY` runs.
+        logprobs: Of the tokens of run 0's first replies, in some runs.
         seconds: Wall time.
         cpu_seconds: Processor time.
         machine: Device, library, dtype.

@@ -14,15 +14,29 @@ from pathlib import Path
 from statistics import mean
 
 from evalsuite.files import write_text
+from evalsuite.noise_doses import ACCURACY_GATES, Dose, doses
 from evalsuite.noise_rates import Rate, clopper_pearson, false_alarms, replays
 from evalsuite.noise_runs import NoiseRun, load_runs
 from evalsuite.replay import NEAR_TIE_NATS, ReplayLimits
 from evalsuite.report.markdown import table
 from evalsuite.stats.noise import Noise, measure_noise
+from evalsuite.verdict import Status
 
 BEGIN = "<!-- noise study: begin (made by a command, do not edit) -->"
 END = "<!-- noise study: end -->"
 SIZES = (200, 500, 1319)
+HARMLESS = (
+    *("clean", "eager", "noise:0", "deterministic", "torch_grouped_mm", "flashinfer_cutlass"),
+    "float32",
+)
+FAULTS = (
+    *("random-routing:1", "halves-swapped:32", "no-renormalisation:1", "slots-dropped:1"),
+    *("experts-zeroed:1@2", "experts-zeroed:1", "experts-zeroed:2", "experts-zeroed:4"),
+    *("experts-zeroed:8", "experts-swapped:2", "row-lost:64", "row-lost:16"),
+    *("noise:0.001", "noise:0.003", "noise:0.01", "noise:0.03", "noise:0.1", "narrow-sums:16"),
+    *("expert-scale:0.01", "expert-scale:0.1", "expert-scale:0.5", "expert-scale:1"),
+    *("layer-scale:0.01@1", "layer-scale:0.1@1", "layer-scale:0.5@1", "layer-scale:1@1"),
+)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -47,7 +61,9 @@ def render(folder: Path, draws: int, seed: int, command: str) -> str:
         "Brackets: 95 % Clopper-Pearson interval.",
         _rates_table(rows, sizes, draws, seed),
         "### Replay of these runs",
-        _replay_text(runs, folder),
+        _replay_text(runs),
+        "### Faults under this noise",
+        _doses_text(runs, folder),
     ]
     return "\n\n".join(parts)
 
@@ -99,36 +115,86 @@ def _rate(rate: Rate) -> str:
     return f"{100 * rate.hits / rate.draws:.2f} ({100 * low:.2f} to {100 * high:.2f})"
 
 
-def _replay_text(runs: Sequence[NoiseRun], folder: Path) -> str:
-    found = replays(runs, folder)
+def _replay_text(runs: Sequence[NoiseRun]) -> str:
+    found = replays(runs)
     margins = [s.margin for run in runs for s in run.splits if s.margin is not None]
     near = sum(margin < NEAR_TIE_NATS for margin in margins)
     limits = ReplayLimits()
     low, high = clopper_pearson(found.failed, max(1, found.num_clean))
+    at_5 = sum(p <= 0.05 for p in found.p_agreements)
+    low_5, high_5 = clopper_pearson(at_5, max(1, found.num_clean))
     lines = [
         f"{found.num_clean} replays of the unchanged model against a baseline of its own (two "
-        f"replays for the noise, another run for the test; {len(runs[0].logprobs)} replies): "
-        f"{found.failed} FAIL ({100 * low:.1f} to {100 * high:.1f} %). Mean loss "
+        f"replays on each side, {len(_replayed(runs)[0].logprobs)} replies each, four of "
+        f"{len(_replayed(runs))} runs): {found.failed} FAIL ({100 * low:.1f} to {100 * high:.1f} "
+        f"%; stated {100 * limits.alpha:g} %). Mean loss "
         f"{min(found.mean_shifts, default=0.0):+.5f} to "
         f"{max(found.mean_shifts, default=0.0):+.5f} nats a token (up to "
         f"{limits.max_mean_shift:g} passes); spread of an answer over its noise, geometric mean, "
         f"{_quantile(found.ratios, 0.5):.2f} in the middle, "
-        f"{max(found.ratios, default=0):.2f} at most (up to {limits.noise_factor:g} passes).",
+        f"{max(found.ratios, default=0):.2f} at most (up to {limits.noise_factor:g} passes); "
+        f"agreement of two shifts {min(found.agreements, default=0):+.4f} to "
+        f"{max(found.agreements, default=0):+.4f}, its p at most 5 % in {at_5} "
+        f"({100 * low_5:.1f} to {100 * high_5:.1f} %).",
         f"Where a reply of an unchanged build parts from the first run's, the margin between the "
         f"two best tokens is {_quantile(margins, 0.5):.3g} in the middle, "
         f"{_quantile(margins, 0.9):.3g} at 90 %, {_quantile(margins, 0.99):.3g} at 99 % of "
         f"{len(margins)} splits; {100 * near / max(1, len(margins)):.1f} % are below the "
         f"{NEAR_TIE_NATS:g} nats of a near-tie.",
-        "Faults under the same rounding, against the same baseline:",
-        table(
-            ["fault", "replay", "mean loss (nats)", "spread (nats)", "spread / noise of an answer"],
-            [
-                [name, status, f"{round(shift, 5) + 0.0:+.5f}", f"{spread:.4f}", f"{ratio:.2f}"]
-                for name, status, shift, spread, ratio in found.faults
-            ],
-        ),
     ]
     return "\n\n".join(lines)
+
+
+def _replayed(runs: Sequence[NoiseRun]) -> list[NoiseRun]:
+    return [run for run in runs if run.logprobs]
+
+
+def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
+    harmless = doses(runs, folder, HARMLESS)
+    faults = doses(runs, folder, FAULTS)
+    unseen = [one for one in faults if not one.is_seen_by_accuracy]
+    seen = [one for one in unseen if one.twice.status is Status.FAIL]
+    once = [one for one in unseen if one.once.status is Status.FAIL]
+    left = ", ".join(f"`{one.name}`" for one in unseen if one not in seen) or "none"
+    return "\n\n".join(
+        [
+            "Each answered all questions once, against the first clean run, and teacher-forced the "
+            "same replies twice. *calibrated* is the threshold that `evalsuite calibrate` makes of "
+            "these runs. *agreement* and *mean loss* are replay's; *spread / noise* is the "
+            "geometric mean over answers. Above the line are other ways to compute the same.",
+            _dose_table(harmless, faults),
+            f"No accuracy gate sees {len(unseen)} of these {len(faults)} doses. Of them replay "
+            f"sees {len(once)} by one replay on each side and {len(seen)} by two; unseen by it "
+            f"too: {left}.",
+        ]
+    )
+
+
+def _dose_table(harmless: Sequence[Dose], faults: Sequence[Dose]) -> str:
+    header = [
+        *("variant", "drop (points)", "replies changed", *ACCURACY_GATES),
+        *("replay, once", "replay, twice", "mean loss (nats)", "spread / noise", "agreement", "p"),
+    ]
+    rows = [_dose_row(one) for one in harmless]
+    rows.append(["—"] * len(header))
+    rows += [_dose_row(one) for one in faults]
+    return table(header, rows)
+
+
+def _dose_row(one: Dose) -> list[str]:
+    words = {Status.FAIL: "**seen**", Status.PASS: "·"}
+    return [
+        one.name,
+        f"{100 * one.flips.drop + 0.0:+.2f}",
+        str(one.num_changed),
+        *(words[one.outcomes[gate]] for gate in ACCURACY_GATES),
+        words.get(one.once.status, str(one.once.status)),
+        words.get(one.twice.status, str(one.twice.status)),
+        f"{round(one.twice.mean_shift, 5) + 0.0:+.5f}",
+        f"{one.ratio:.2f}",
+        f"{one.twice.agreement or 0.0:+.4f}",
+        f"{one.twice.p_agreement:.2g}",
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
