@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from moe_helpers import make_spec
 
-from moeserve import backends_command
 from moeserve.errors import Unsupported, UsageError
 from moeserve.moe import oracle
 from moeserve.moe.backends import registry as registry_module
@@ -163,45 +161,6 @@ def test_every_backend_states_its_traits() -> None:
     assert {"aiter", "flashinfer_trtllm"} <= never
     policy_names = {n for rule in TABLE for _, names in rule.ranges for n in names}
     assert policy_names <= set(registry().in_tree) | {"triton"}
-
-
-def test_backends_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert backends_command.main(["--platform", "cpu", "--json", "mixtral-8x7b"], {}) == 0
-    report = json.loads(capsys.readouterr().out)
-    # Mixtral is in bfloat16, which the native experts do not compute.
-    assert report["chosen"] == "cpu"
-    assert report["ranges"] == [[8192, "cpu"]]
-    by_name = {row["name"]: row for row in report["backends"]}
-    assert (by_name["cpu_native"]["order"], by_name["cpu"]["order"]) == (1, 2)
-    assert by_name["cpu"]["tokens"] == "1-8192"
-    assert by_name["aiter"]["note"] == "never executed"
-    words = ["--platform", "cuda-sm90", "--moe-backend", "flashinfer_trtllm", "qwen3-30b-a3b"]
-    assert backends_command.main(words, {}) == 1
-    text = capsys.readouterr().out
-    assert "no plan: Unquantized MoE backend flashinfer_trtllm does not support" in text
-    assert "kernel does not support current device cuda-sm90 [never executed]" in text
-
-
-def test_backends_command_reads_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64,
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-        "tie_word_embeddings": False, "eos_token_id": 0, "torch_dtype": "float32",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert backends_command.main(["--platform", "cpu", "-tp", "2", str(tmp_path)], {}) == 0
-    assert "plan: {'cpu': '1-8192'}" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="does not divide the experts' width 16"):
-        backends_command.main(["--platform", "cpu", "-tp", "3", str(tmp_path)], {})
-    with pytest.raises(UsageError, match="Did you mean 'cpu'"):
-        backends_command.main(["--platform", "cpuu", str(tmp_path)], {})
-    with pytest.raises(UsageError, match="MODEL is missing"):
-        backends_command.main([], {})
 
 
 def test_readme_has_the_generated_support_table() -> None:
