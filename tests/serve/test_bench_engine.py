@@ -10,7 +10,7 @@ import pytest
 from moeserve.__main__ import main as moeserve
 from moeserve.bench.engine import main
 from moeserve.bench.engine_load import LOADS, make_prompts, read_load, run_load
-from moeserve.bench.engine_profile import Batch, experts_touched, fits, profile_step
+from moeserve.bench.engine_profile import Batch, experts_touched, fits, own_times, profile_step
 from moeserve.engine.config import EngineConfig
 from moeserve.engine.engine import Engine
 from moeserve.errors import UsageError
@@ -104,6 +104,12 @@ def test_prompts_are_the_same_in_every_run_and_share_their_shots() -> None:
     small = make_prompts(LOADS["in1000"].of(3), 300)
     assert [len(prompt) for prompt in small] == [1000] * 3
     assert max(map(max, small)) < 300
+
+
+def test_kernels_that_overlap_are_not_counted_twice() -> None:
+    # The second begins while the first runs and waits for it; the third inside the second.
+    spans = [("c", 15.0, 18.0), ("a", 0.0, 10.0), ("b", 8.0, 20.0), ("d", 25.0, 27.0)]
+    assert own_times(spans) == [0.0, 10.0, 10.0, 2.0]
 
 
 @pytest.mark.parametrize(

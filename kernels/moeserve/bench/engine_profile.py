@@ -66,7 +66,8 @@ class Kernel:
     Attributes:
         name: As the profiler says.
         calls: A step.
-        us: Microseconds a step.
+        us: Microseconds a step from the end of the kernel before it, or from its own beginning
+            where that is later: kernels overlap where a launch does not wait for the one ahead.
     """
 
     name: str
@@ -244,6 +245,17 @@ def _time_steps(engine: Engine) -> tuple[float, float]:
     return 1e3 * statistics.median(times), 1e3 * statistics.median(timed.waits)
 
 
+def own_times(spans: Sequence[tuple[str, float, float]]) -> list[float]:
+    """Of kernels (name, begin, end) on one stream, the time of each that no earlier one covers."""
+    times = [0.0] * len(spans)
+    done = float("-inf")
+    for i in sorted(range(len(spans)), key=lambda i: spans[i][1]):
+        _, begin, end = spans[i]
+        times[i] = max(0.0, end - max(begin, done))
+        done = max(done, end)
+    return times
+
+
 def _profile_steps(engine: Engine) -> list[Kernel]:
     from torch.profiler import ProfilerActivity, profile
 
@@ -256,11 +268,11 @@ def _profile_steps(engine: Engine) -> list[Kernel]:
             engine.step()
         if is_cuda:
             torch.cuda.synchronize()
+    events = [e for e in recorded.events() if is_cuda == (e.device_type.name == "CUDA")]
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
+    times = own_times(spans) if is_cuda else [e.self_cpu_time_total for e in events]
     sums: dict[str, tuple[int, float]] = {}
-    for event in recorded.events():
-        if is_cuda != (event.device_type.name == "CUDA"):
-            continue
-        us = event.device_time_total if is_cuda else event.self_cpu_time_total
+    for event, us in zip(events, times, strict=True):
         calls, total = sums.get(event.name, (0, 0.0))
         sums[event.name] = (calls + 1, total + us)
     kernels = [

@@ -42,13 +42,7 @@ _NUM_STAGES = 3
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Largest step, for buffers.
-
-    Attributes:
-        max_num_seqs: Sequences.
-        max_num_batched_tokens: Tokens.
-        max_pages: Pages of one sequence.
-    """
+    """Largest step, for buffers: its sequences, its tokens, and pages of one sequence."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

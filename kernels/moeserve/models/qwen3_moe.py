@@ -1,7 +1,7 @@
 """Qwen3-MoE: pre-norm decoder, attention with a norm on each head, experts in most layers.
 
 Receives a `ForwardBatch`, returns hidden states [T, H]. Layers are `moeserve.layers`; names of
-checkpoint tensors are here, reading them is `runner/weights.py`.
+checkpoint tensors are here and in `qwen3_names.py`, reading them is `runner/weights.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from moeserve.layers.moe import MoELayer
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rope import RotaryTable
 from moeserve.models.base import BuildContext
-from moeserve.models.config import ModelSpec
-from moeserve.models.shards import (
-    NOT_CUT,
-    Cut,
-    Shards,
-    first_kv_head,
-    local_spec,
-    vocabulary_rows,
+from moeserve.models.qwen3_names import (
+    MLP_PARTS,
+    attention_cuts,
+    mlp_cuts,
+    mlp_destinations,
+    moe_destinations,
 )
-from moeserve.parallel import Parallel
+from moeserve.models.shards import NOT_CUT, Cut, Shards, local_spec, vocabulary_rows
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
@@ -209,9 +207,9 @@ class Qwen3MoeForCausalLM(nn.Module):
             out[prefix + "post_attention_layernorm.weight"] = layer.post_norm.weight.data
             out.update(self._attention_destinations(prefix + "self_attn.", layer.attention))
             if isinstance(layer.mlp, MoELayer):
-                out.update(_moe_destinations(prefix + "mlp.", layer.mlp))
+                out.update(moe_destinations(prefix + "mlp.", layer.mlp))
             else:
-                out.update(_mlp_destinations(prefix + "mlp.", layer.mlp))
+                out.update(mlp_destinations(prefix + "mlp.", layer.mlp))
         return out
 
     def _attention_destinations(self, prefix: str, attention: Attention) -> dict[str, Tensor]:
@@ -244,66 +242,20 @@ class Qwen3MoeForCausalLM(nn.Module):
             cuts["lm_head.weight"] = Cut(0, start, whole.vocab_size)
         for index, layer in enumerate(self._decoder_layers):
             prefix = f"model.layers.{index}."
-            cuts.update(_attention_cuts(prefix + "self_attn.", whole, parallel))
+            cuts.update(attention_cuts(prefix + "self_attn.", whole, parallel))
             if parallel.tp_rank:
                 elsewhere.add(prefix + "self_attn.o_proj.bias")
             if not isinstance(layer.mlp, MoELayer):
-                cuts.update(_mlp_cuts(prefix + "mlp.", whole.intermediate_size, parallel))
+                cuts.update(mlp_cuts(prefix + "mlp.", whole.intermediate_size, parallel))
                 continue
             first, count = layer.mlp.spec.first_local_expert, layer.mlp.spec.num_local_experts
             for expert in range(whole.num_experts):
                 name = f"{prefix}mlp.experts.{expert}."
                 if not first <= expert < first + count:
-                    elsewhere.update(name + part for part in _MLP_PARTS)
+                    elsewhere.update(name + part for part in MLP_PARTS)
                 elif not parallel.is_expert_parallel:
-                    cuts.update(_mlp_cuts(name, whole.moe_intermediate_size, parallel))
+                    cuts.update(mlp_cuts(name, whole.moe_intermediate_size, parallel))
         return Shards(cuts, frozenset(elsewhere))
-
-
-_MLP_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-
-
-def _attention_cuts(prefix: str, spec: ModelSpec, parallel: Parallel) -> dict[str, Cut]:
-    """Cuts of one attention layer; the heads of a rank are neighbours."""
-    if parallel.tp_size == 1:
-        return {}
-    width = spec.num_heads * spec.head_dim
-    start = parallel.tp_rank * width // parallel.tp_size
-    kv_start = first_kv_head(spec, parallel) * spec.head_dim
-    kv_cut = Cut(0, kv_start, spec.num_kv_heads * spec.head_dim)
-    cuts = {"o_proj.weight": Cut(1, start, width)}
-    for part in ("weight", "bias") if spec.has_attention_bias else ("weight",):
-        cuts[f"q_proj.{part}"] = Cut(0, start, width)
-        cuts[f"k_proj.{part}"] = cuts[f"v_proj.{part}"] = kv_cut
-    return {prefix + name: cut for name, cut in cuts.items()}
-
-
-def _mlp_cuts(prefix: str, width: int, parallel: Parallel) -> dict[str, Cut]:
-    """Cuts of one gated MLP or expert by its width."""
-    if parallel.tp_size == 1:
-        return {}
-    start = parallel.tp_rank * width // parallel.tp_size
-    dims = zip(_MLP_PARTS, (0, 0, 1), strict=True)
-    return {prefix + part: Cut(dim, start, width) for part, dim in dims}
-
-
-def _moe_destinations(prefix: str, layer: MoELayer) -> dict[str, Tensor]:
-    out = {prefix + "gate.weight": layer.gate_weight.data}
-    width, first = layer.spec.intermediate_size, layer.spec.first_local_expert
-    for index in range(layer.spec.num_local_experts):
-        name = f"{prefix}experts.{first + index}."
-        out[name + "gate_proj.weight"] = layer.w13_weight.data[index, :width]
-        out[name + "up_proj.weight"] = layer.w13_weight.data[index, width:]
-        out[name + "down_proj.weight"] = layer.w2_weight.data[index]
-    return out
-
-
-def _mlp_destinations(prefix: str, layer: GatedMLP) -> dict[str, Tensor]:
-    return {
-        prefix + "gate_proj.weight": layer.gate_up_weight.data[: layer.width],
-        prefix + "up_proj.weight": layer.gate_up_weight.data[layer.width :],
-        prefix + "down_proj.weight": layer.down_weight.data,
-    }
 
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM}
