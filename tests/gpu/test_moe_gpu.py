@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from moeserve.bench.moe import SHAPES, random_routed, relative_error
+from moeserve.moe import triton_experts
 from moeserve.moe.backends.base import Routed
 from moeserve.moe.backends.registry import registry
 from moeserve.moe.oracle import ask, convert_to_unquantized_kernel_format
 from moeserve.moe.platforms import detect_platform
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
-from moeserve.moe.tuning import LayerShape
+from moeserve.moe.tuning import LayerShape, LayerTiles
+from moeserve.triton_kernels.grouped_gemm import Tile
 from moeserve.triton_kernels.linear import linear_fixed
 from moeserve.triton_kernels.router import route
 
@@ -85,6 +87,117 @@ def test_random_shapes(seed: int) -> None:
         routed = random_routed(shape, T, rng.choice(["uniform", "skewed"]))
         error = relative_error(apply("triton", spec, x, routed, w), x, routed, w)
         assert error <= LIMIT, (shape, T, error)
+
+
+SPECIALISED = LayerTiles(
+    Tile(128, 128, 64, 4, 3, group_m=8, is_specialised=True),
+    Tile(128, 256, 64, 4, 3, group_m=8, is_specialised=True),
+)
+DESCRIBED = LayerTiles(
+    Tile(128, 128, 64, 8, 3, group_m=8, uses_tma=True, tail_m=32),
+    Tile(128, 256, 64, 8, 4, group_m=8, is_persistent=True, uses_tma=True, tail_m=64),
+)
+SWAPPED = LayerTiles(
+    Tile(64, 64, 64, 4, 3, group_m=2, is_swapped=True, tail_m=32),
+    Tile(32, 128, 64, 4, 3, is_swapped=True, uses_tma=True, tail_m=16),
+)
+MIXED = LayerTiles(SWAPPED.gate_up, SPECIALISED.down)
+PATHS = {"specialised": SPECIALISED, "described": DESCRIBED, "swapped": SWAPPED, "mixed": MIXED}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_kernel_at_sizes_that_are_no_multiple_of_a_tile(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Whole layers and halves of one: ids of the other rank and of nobody, then the sum of both."""
+    monkeypatch.setattr(triton_experts, "tiles_for", lambda call: PATHS[path])
+    for shape, T in (
+        (LayerShape(10, 264, 392, 2), 777),
+        (LayerShape(60, 520, 136, 4), 1000),
+        (LayerShape(4, 1024, 512, 1), 3),
+    ):
+        torch.manual_seed(T)
+        spec = spec_of(shape)
+        w = layer_weights(shape)
+        x = torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16)
+        routed = random_routed(shape, T, "skewed")
+        # Weights that sum to 1 hide a slot that is counted twice and another that is not.
+        routed.topk_weights.uniform_(0.5, 1.5)
+        whole = apply("triton", spec, x, routed, w)
+        assert relative_error(whole, x, routed, w) <= LIMIT, shape
+        total = torch.zeros_like(whole, dtype=torch.float32)
+        first = shape.E // 2
+        for here in (slice(0, first), slice(first, shape.E)):
+            local = torch.full((shape.E,), -1, dtype=torch.int32, device="cuda")
+            local[here] = torch.arange(here.stop - here.start, dtype=torch.int32, device="cuda")
+            part = MoEWeights(w.w13[here].contiguous(), w.w2[here].contiguous())
+            out = apply(
+                "triton", spec, x, Routed(routed.topk_ids, routed.topk_weights, local), part
+            )
+            assert torch.isfinite(out).all()
+            total += out.float()
+        assert float((total - whole.float()).norm() / total.norm()) <= LIMIT, shape
+
+
+def test_a_workspace_serves_a_large_batch_and_then_a_small_one() -> None:
+    """What the large one left behind is not read by the small one."""
+    shape = SHAPES["qwen3-30b-a3b"]
+    spec = spec_of(shape)
+    w = layer_weights(shape)
+    size = registry().get("triton").workspace_bytes(spec, 4096)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # NaN in BF16
+    for T in (4096, 1, 130, 2048, 7, 512):
+        x = torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16)
+        routed = random_routed(shape, T, "uniform")
+        out = registry().get("triton").apply(spec, x, routed, w, workspace)
+        assert torch.isfinite(out).all(), T
+        assert relative_error(out, x, routed, w) <= LIMIT, T
+
+
+def test_65537_tokens_equal_their_two_halves() -> None:
+    shape = LayerShape(8, 512, 256, 2)
+    spec = spec_of(shape)
+    w = layer_weights(shape)
+    T, cut = 65_537, 30_000
+    x = torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16)
+    routed = random_routed(shape, T, "uniform")
+    whole = apply("triton", spec, x, routed, w)
+    for part in (slice(0, cut), slice(cut, T)):
+        half = Routed(routed.topk_ids[part], routed.topk_weights[part])
+        out = apply("triton", spec, x[part], half, w)
+        assert float((out.float() - whole[part].float()).norm() / out.float().norm()) <= LIMIT
+
+
+# Of a layer of 128 experts at 64 tokens. A fault has to be seen at the smallest of its doses.
+FAULTS = ("one expert wrong", "a row of a tile lost", "K tail dropped")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_limit_catches_every_dose(backend: str) -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    spec = spec_of(shape)
+    backend_or_skip(backend, spec)
+    w = layer_weights(shape)
+    T = 64
+    x = torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16)
+    routed = random_routed(shape, T, "uniform")
+    table = {
+        "none": relative_error(apply(backend, spec, x, routed, converted(backend, w)), x, routed, w)
+    }
+    for fault in FAULTS:
+        bad = MoEWeights(w.w13.clone(), w.w2.clone())
+        if fault == "one expert wrong":
+            used = int(routed.topk_ids[0, 0])
+            bad.w2[used] = bad.w2[(used + 1) % shape.E]
+        elif fault == "K tail dropped":
+            bad.w13[:, :, -8:] = 0  # the last 16 bytes of 4 KiB
+        out = apply(backend, spec, x, routed, converted(backend, bad))
+        if fault == "a row of a tile lost":
+            out[17] = 0
+        table[fault] = relative_error(out, x, routed, w)
+    print(backend, {name: f"{value:.4f}" for name, value in table.items()})
+    assert table.pop("none") <= LIMIT
+    assert min(table.values()) > 2 * LIMIT, table
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -75,6 +75,8 @@ def run(
     routed: Routed,
     spec: MoESpec,
 ) -> torch.Tensor:
+    if HAS_GPU and any(isinstance(t, Tile) and t.is_specialised for t in vars(tiles).values()):
+        pytest.skip("compiled it takes 16-bit operands: tests/gpu/test_moe_gpu.py")
     monkeypatch.setattr(triton_experts, "tiles_for", lambda call: tiles)
     moved = Routed(
         routed.topk_ids.to(DEVICE),
