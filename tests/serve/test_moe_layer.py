@@ -157,6 +157,8 @@ def test_repro_refuses_unknown_backends() -> None:
 
     with pytest.raises(UsageError, match="no backend 'nothing'"):
         repro.main(["duplicate-experts", "--moe-backend", "nothing"])
+    with pytest.raises(UsageError, match="Did you mean 'triton'"):
+        repro.main(["duplicate-experts", "--moe-backend", "tritn"])
     with pytest.raises(UsageError, match="invalid choice: 'other'"):
         repro.main(["other"])
 

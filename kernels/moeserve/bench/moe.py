@@ -111,9 +111,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for --tune (default: the package's)")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     args = parser.parse_args(list(argv))
-    names = registry().names
-    if args.moe_backend and args.moe_backend not in names:
-        raise UsageError(f"bench moe: no backend {args.moe_backend!r}; known: {list(names)}")
+    if args.moe_backend and args.moe_backend not in registry().names:
+        raise UsageError(f"bench moe: {registry().unknown(args.moe_backend)}")
     if args.tokens and min(args.tokens) < 1:
         raise UsageError(f"bench moe: --tokens {min(args.tokens)}: at least 1")
     return args

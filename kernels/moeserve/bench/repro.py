@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     names = [args.moe_backend] if args.moe_backend else list(registry().names)
     unknown = [name for name in names if name not in registry().names]
     if unknown:
-        raise UsageError(f"repro: no backend {unknown[0]!r}; known: {list(registry().names)}")
+        raise UsageError(f"repro: {registry().unknown(unknown[0])}")
     rows = [row for name in names for row in run_backend(name, args.tokens)]
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -46,6 +47,12 @@ class Registry:
             KeyError: There is none, or it is broken.
         """
         return self.in_tree[name] if name in self.in_tree else self.out_of_tree[name]
+
+    def unknown(self, name: str) -> str:
+        """What to say of a name that is none, with the closest one."""
+        close = get_close_matches(name, self.names, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        return f"no backend {name!r}; known: {list(self.names)}{hint}"
 
 
 @cache
