@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from evalsuite.stats import noise, paired, power, proportion, rules, sequential
+from evalsuite.stats import agreement, noise, paired, power, proportion, rules, sequential
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -133,6 +134,28 @@ def test_permuting_and_padding_change_nothing(seed: int, rb: int, ra: int, n: in
     )
     assert padded.p_value == pytest.approx(result.p_value, rel=1e-9)
     assert padded.drop == pytest.approx(result.drop * n / (n + 20))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40))
+def test_swapping_repeated_builds_turns_the_drop(seed: int, rb: int, ra: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    base, cand = _repeats(rng, n, rb, 0.8), _repeats(rng, n, ra, 0.7)
+    there, back = paired.repeats_test(base, cand), paired.repeats_test(cand, base)
+    assert there.drop == pytest.approx(-back.drop)
+    assert there.stderr == pytest.approx(back.stderr)
+    # Each is a tail of one distribution, so that the two tails overlap in the observed point.
+    assert there.p_sign_flip + back.p_sign_flip >= 1 - 1e-9
+    assert there.p_stratified + back.p_stratified >= 1 - 1e-9
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 400))
+def test_one_more_lost_answer_never_helps(lost: int, gained: int, equal: int) -> None:
+    n = lost + gained + equal + 1
+    assert paired.mcnemar_exact(lost + 1, gained) <= paired.mcnemar_exact(lost, gained)
+    assert paired.mcnemar_exact(lost, gained + 1) >= paired.mcnemar_exact(lost, gained)
+    better, worse = (paired.drop_upper_bound(b, gained, n, 0.8) for b in (lost, lost + 1))
+    assert better < worse
 
 
 @given(OUTCOMES)
@@ -399,6 +422,75 @@ def test_trtllm_rule_published(n: int, offset: float, theta: float) -> None:
 def test_vllm_rule() -> None:
     assert rules.vllm_passes(0.81, 0.88)
     assert not rules.vllm_passes(0.79, 0.88)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 60))
+def test_noise_does_not_know_an_order(seed: int, repeats: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.random((repeats, n)) < 0.8
+    found = noise.measure_noise(rows.tolist())
+    turned = noise.measure_noise(rows[rng.permutation(repeats)][:, rng.permutation(n)].tolist())
+    assert turned.discordant == pytest.approx(found.discordant)
+    assert turned.sigma_run == pytest.approx(found.sigma_run)
+    # Questions that never flip thin the discordance out and widen nothing.
+    padded = noise.measure_noise(np.hstack([rows, np.ones((repeats, n), bool)]).tolist())
+    assert padded.discordant == pytest.approx(found.discordant / 2)
+    assert padded.sigma_questions == pytest.approx(found.sigma_questions / 2)
+
+
+@given(st.lists(st.floats(1e-9, 1), min_size=1, max_size=12), st.randoms())
+def test_holm_does_not_know_an_order(p_values: list[float], random: Random) -> None:
+    adjusted = sequential.holm(p_values)
+    assert all(p <= q <= 1 for p, q in zip(p_values, adjusted, strict=True))
+    assert min(adjusted) == pytest.approx(min(1.0, len(p_values) * min(p_values)))
+    order = random.sample(range(len(p_values)), len(p_values))
+    assert sequential.holm([p_values[i] for i in order]) == [adjusted[i] for i in order]
+
+
+# -- agreement -------------------------------------------------------------------------------
+
+SHIFTS = st.lists(
+    st.tuples(*[st.floats(-2, 2, allow_subnormal=False)] * 2), min_size=1, max_size=50
+)
+
+
+@given(SHIFTS)
+def test_agreement_is_symmetric(pairs: list[tuple[float, float]]) -> None:
+    one, two = [a for a, _ in pairs], [b for _, b in pairs]
+    found = agreement.sign_agreement(one, two, 1e-6)
+    assert -1 <= found <= 1
+    assert agreement.sign_agreement(two, one, 1e-6) == found
+    # Swapping the builds turns both shifts; swapping the first two replays turns one.
+    assert agreement.sign_agreement([-x for x in one], [-x for x in two], 1e-6) == found
+    assert agreement.sign_agreement([-x for x in one], two, 1e-6) == -found
+    # Tokens in another order are the same tokens, of another size too; equal ones say nothing.
+    turned = agreement.sign_agreement(one[::-1], two[::-1], 1e-6)
+    assert turned == pytest.approx(found)
+    assert agreement.sign_agreement([3 * x for x in one], two, 3e-6) == pytest.approx(
+        agreement.sign_agreement(one, [x if abs(x) > 3e-6 else 0.0 for x in two], 1e-6)
+    )
+    padded = agreement.sign_agreement([*one, *[0.0] * 7], [*two, *[1.0] * 7], 1e-6)
+    assert padded == pytest.approx(found * len(one) / (len(one) + 7))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.1, 0.5, 0.9])
+def test_signs_of_correlated_normals_agree_as_scipy_says(correlation: float) -> None:
+    cov = [[1, correlation], [correlation, 1]]
+    both_low = scipy_stats.multivariate_normal.cdf([0, 0], cov=cov)
+    expected = 4 * both_low - 1  # P(same sign) - P(other sign)
+    assert agreement.common_share(expected) == pytest.approx(correlation, abs=1e-5)
+    rng = np.random.default_rng(1)
+    one, two = rng.multivariate_normal([0, 0], cov, 40_000).T
+    found = agreement.sign_agreement(list(one), list(two), 0.0)
+    assert found == pytest.approx(expected, abs=0.02)
+
+
+def test_common_shift_in_noise() -> None:
+    # Half of the variance is common: a shift as large as the noise; a third of the signs agree.
+    assert agreement.shift_in_noise(1 / 3) == pytest.approx(1.0)
+    assert agreement.shift_in_noise(0.0) == agreement.shift_in_noise(-0.4) == 0.0
+    assert agreement.shift_in_noise(1.0) > 1e6
 
 
 @pytest.mark.parametrize("n", [1, 30, 330, 1319])
