@@ -198,6 +198,7 @@ def _bench_one(
     plain, converted = weights
     touched_bytes = min(T * shape.K, shape.E) * 3 * shape.H * shape.I * 2
     sets = max(2, min(24, int(4 * L2_BYTES // touched_bytes) + 1))
+    torch.manual_seed(T)  # every backend gets the same tokens and the same experts
     routed = [random_routed(shape, T, routing) for _ in range(sets)]
     x = [torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
     experts = sum(torch.unique(r.topk_ids).numel() for r in routed) // sets
