@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from evalsuite.http_reply import read_bounded, refusal
+from evalsuite.http_reply import one_line, read_bounded, refusal
 from evalsuite.retries import RetryPolicy, is_retriable, retry_after
 from evalsuite.wire import Choice, MalformedError, SamplingSettings, parse_choices
 
@@ -217,7 +217,7 @@ class Client:
             try:
                 content = await self._post(body, read)
             except _AttemptError as failed:
-                message = self._mask(failed.message)
+                message = one_line(failed.message, self.settings.api_key)
                 errors.append(message)
                 if failed.is_final or len(errors) > policy.max_retries:
                     spent = time.perf_counter() - started
@@ -260,10 +260,6 @@ class Client:
             return read(payload)
         except MalformedError as error:
             raise _AttemptError("malformed", f"Malformed: {error}", response.status) from error
-
-    def _mask(self, message: str) -> str:
-        key = self.settings.api_key
-        return message.replace(key, "***") if key else message
 
 
 def _name(error: BaseException) -> str:

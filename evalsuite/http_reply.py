@@ -15,6 +15,11 @@ from evalsuite.wire import MalformedError, error_message
 MAX_REPLY_BYTES = 64 * 2**20
 
 
+def one_line(message: str, key: str = "") -> str:
+    """A message fit for a record: without line breaks, and without the key it may quote."""
+    return " ".join((message.replace(key, "***") if key else message).split())
+
+
 async def read_bounded(response: aiohttp.ClientResponse) -> bytes:
     """Read a body that is not beyond all measure.
 

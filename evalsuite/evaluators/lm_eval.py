@@ -157,7 +157,9 @@ def _drive(run: _Run, job: WorkerJob) -> None:
         if child.stdin:
             child.stdin.close()
     if not run.stopped and not run.version:
-        lines = log.read_text("utf-8", "replace").splitlines()[-NUM_LOG_LINES:]
+        key = run.request.api_key
+        text = log.read_text("utf-8", "replace")
+        lines = (text.replace(key, "***") if key else text).splitlines()[-NUM_LOG_LINES:]
         raise EvalError(
             f"lm-eval ended with exit status {child.returncode} before it was done",
             num_failed=run.progress.total - run.progress.done + run.progress.failed,
@@ -185,7 +187,8 @@ def _events(run: _Run, child: subprocess.Popen[bytes], path: Path) -> Iterator[d
             run.request.on_progress(run.progress)
         if run.request.should_abort and not has_ended and not run.version:
             run.stopped = run.stopped or run.request.should_abort()
-        if has_ended or run.stopped:
+        # All is said with "done": the libraries of the child may take seconds to take their leave.
+        if has_ended or run.stopped or run.version:
             return
         time.sleep(POLL_S)
 

@@ -78,8 +78,11 @@ def describe(error: BaseException, call: Call, timeout_s: float) -> tuple[str, s
     name = type(error).__name__
     if isinstance(error, MalformedError):
         return "malformed", f"Malformed: {error}", False
-    if isinstance(error, aiohttp.ClientResponseError):
+    if isinstance(error, aiohttp.ClientResponseError) and call.status is not None:
         said = call.error_text or error.message or "no message"
+        if call.status // 100 == 2:
+            # lm-eval reads nothing that does not call itself JSON.
+            return "malformed", f"Malformed: {said}", False
         return "http", f"HTTP {error.status}: {said}", not is_retriable(error.status)
     if isinstance(error, TimeoutError):
         return "timeout", f"{name}: no full reply within {timeout_s:g} s", True

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from evalsuite.evaluators.lm_eval_calls import CALL, Call, ListeningSession, describe
+from evalsuite.http_reply import one_line
 from evalsuite.tasks.base import hash_prompts, hash_text
 
 
@@ -134,6 +135,7 @@ class _Recording:
             )
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
             kind, message, is_final = describe(error, call, self.timeout)
+            message = one_line(message, self._key)
             errors.append(message)
             if not is_final and len(errors) < self.max_retries:
                 raise

@@ -204,6 +204,18 @@ def test_failures_empties_and_cuts_are_on_record_and_a_second_run_asks_only_thos
     }
 
 
+def test_the_key_that_a_server_quotes_is_in_no_record(tmp_path: Path) -> None:
+    key = "sk-secret-of-mine"
+    path = tmp_path / "ledger.jsonl"
+    refused = error(401, f"Incorrect API key:\n {key}")
+    with FakeServer(lambda request: refused) as server:
+        with pytest.raises(ConfigError, match=r"HTTP 401: Incorrect API key: \*\*\*") as caught:
+            evaluate(server.url, path, lm_eval_config(num_questions=8), api_key=key)
+        assert {r.headers["authorization"] for r in server.requests} == {f"Bearer {key}"}
+    assert key not in str(caught.value) + path.read_text()
+    assert {record.error for record in read_ledger(path)} == {"HTTP 401: Incorrect API key: ***"}
+
+
 def test_an_abort_ends_the_child_at_once(tmp_path: Path) -> None:
     settings = lm_eval_config(num_questions=30, max_concurrency=4)
     gold = gold_script(samples(settings))

@@ -182,16 +182,20 @@ FAULTS: dict[str, tuple[Action, str, str]] = {
 }  # fmt: skip
 
 
-def test_no_fault_of_a_reply_is_an_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluator", ["builtin", "lm-eval"])
+def test_no_fault_of_a_reply_is_an_answer(tmp_path: Path, evaluator: str) -> None:
     """One question for each fault; every other question is answered rightly."""
     num_questions = 2 * len(FAULTS)
     faulty = dict(zip(range(0, num_questions, 2), FAULTS.items(), strict=True))
     script = by_question(
         known(num_questions), {index: [action] for index, (_, (action, _, _)) in faulty.items()}
     )
+    if evaluator == "lm-eval":
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     verdict, records, _ = run(
-        tmp_path, script, num_questions=num_questions, max_retries=0, request_timeout_seconds=2
-    )
+        tmp_path, script, num_questions=num_questions, evaluator=evaluator,
+        max_retries=0, request_timeout_seconds=2,
+    )  # fmt: skip
     assert [record.index for record in records] == [*range(num_questions)]
     for index, (name, (_, status, words)) in faulty.items():
         record = records[index]
