@@ -19,6 +19,8 @@ from evalsuite.verdict import Verdict
 WIDE_TOLERANCE_SE = 4.0
 # The reading that takes numbers as numbers; the gating reading is compared with it.
 RIGHT_READING = "numeric"
+# Questions named one by one in a remark; the ledger has them all.
+MAX_NAMED = 10
 
 
 def remarks(
@@ -70,14 +72,31 @@ def _answers(result: EvalResult, config: EvalConfig, records: Sequence[LedgerRec
     found += result.notes
     if result.retries:
         found.append(f"{result.retries} requests were retried")
+    found += _readings(result, records)
+    return found
+
+
+def _readings(result: EvalResult, records: Sequence[LedgerRecord]) -> list[str]:
+    """Where the right reading says something else than the one that gates."""
     gating = result.num_correct[result.metric]
     right = result.num_correct.get(RIGHT_READING, gating)
-    if right != gating:
-        found.append(
-            f"the gating reading {result.metric!r} counts {gating} right, the reading "
-            f"{RIGHT_READING!r} {right}"
-        )
-    return found
+    apart = sorted(
+        record.index
+        for record in records
+        if record.repeat == 0
+        and RIGHT_READING in record.scores
+        and (record.scores[RIGHT_READING] == "correct")
+        != (record.scores.get(result.metric) == "correct")
+    )
+    if right == gating and not apart:
+        return []
+    named = ", ".join(map(str, apart[:MAX_NAMED])) + (", ..." if len(apart) > MAX_NAMED else "")
+    plural = "" if len(apart) == 1 else "s"
+    where = f"; they differ on {len(apart)} question{plural}: {named}" if apart else ""
+    return [
+        f"the gating reading {result.metric!r} counts {gating} right, the reading "
+        f"{RIGHT_READING!r} {right}{where}"
+    ]
 
 
 def _noise(verdict: Verdict, result: EvalResult, config: EvalConfig) -> list[str]:

@@ -299,6 +299,27 @@ def test_replies_cut_by_the_limit_stand_apart_from_wrong_ones(tmp_path: Path) ->
     assert {request.body["max_tokens"] for request in server.requests} == {512}
 
 
+def test_the_report_says_on_which_questions_the_right_reading_differs(tmp_path: Path) -> None:
+    """The field's rule loses one right answer and takes one wrong one: the totals are equal."""
+    script = by_question(
+        known(),
+        {4: [Action((f"it is ${known()[4].target}.00.",))],
+         9: [Action((f"#### -{known()[9].target}",))],
+         12: [Action((f"#### 5{known()[12].target}",))]},
+    )  # fmt: skip
+    verdict, records, _ = run(tmp_path, script)
+    assert verdict.status is Status.PASS
+    assert (
+        "the gating reading 'last-number' counts 18 right, the reading 'numeric' 18; they differ "
+        "on 2 questions: 4, 9"
+    ) in verdict.warnings
+    page = html.render([verdict], {verdict.job_id: records}, RunMeta("r"))
+    gold = known()[12].target
+    assert f"gold\n{gold}, last-number reads 5{gold}, numeric reads 5{gold}</span>" in page
+    # The raw reply stands below.
+    assert f"<pre>#### 5{gold}</pre>" in page
+
+
 def test_a_prompt_too_long_is_the_users_to_mend(tmp_path: Path) -> None:
     words = (
         "This model's maximum context length is 512 tokens. However, you requested 1157 tokens "
