@@ -71,6 +71,7 @@ def run(
     early_end: bool = typer.Option(
         True, "--early-end/--no-early-end", help="End a job whose gate is sure to fail, or not."
     ),
+    errors_first: bool = typer.Option(False, "--errors-first", help="Let 4 and 75 beat 1."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check and list; start nothing."),
 ) -> int:
     """Run jobs: server, questions, verdict, reports."""
@@ -98,6 +99,7 @@ def run(
         grace_s=stop_grace,
         recorded=record_durations,
         ends_early=early_end,
+        errors_first=errors_first,
     )
     request = with_new_configs(request, names or ())
     return _run(request, new_folder(Path(results)), dry_run=dry_run)
@@ -169,7 +171,7 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
                 _finish(request, verdicts, folder, began)
             raise
     _print_table(verdicts)
-    code = exit_code(verdicts)
+    code = exit_code(verdicts, errors_first=request.errors_first)
     try:
         _finish(request, verdicts, folder, began)
     except OSError as error:

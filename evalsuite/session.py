@@ -52,6 +52,7 @@ class RunRequest:
         grace_s: Seconds from TERM to KILL of a server.
         recorded: File that this run's durations are added to, "" for none.
         ends_early: Whether jobs whose gate is sure to fail may end early.
+        errors_first: Whether an ERROR beats a FAIL in the exit code.
     """
 
     configs: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class RunRequest:
     grace_s: float = 10.0
     recorded: str = ""
     ends_early: bool = True
+    errors_first: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `run.json`."""

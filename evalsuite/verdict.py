@@ -97,14 +97,19 @@ class Verdict:
     is_config_fault: bool = False
 
 
-def exit_code(verdicts: list[Verdict]) -> int:
+def exit_code(verdicts: list[Verdict], *, errors_first: bool = False) -> int:
     """Exit status of a run: FAIL beats ERROR beats INCONCLUSIVE; all SKIP is "nothing ran".
 
     An ERROR that is the user's to mend beats one of infrastructure: what 75 says, that the same
     run may succeed, would not be true of the whole.
+
+    Args:
+        verdicts: Of every job.
+        errors_first: Let an ERROR beat a FAIL. For callers that forgive a FAIL: a crash beside
+            it must not be forgiven with it.
     """
     statuses = {verdict.status for verdict in verdicts}
-    if Status.FAIL in statuses:
+    if Status.FAIL in statuses and not (errors_first and Status.ERROR in statuses):
         return EXIT_ACCURACY
     if any(verdict.is_config_fault for verdict in verdicts):
         return EXIT_USAGE

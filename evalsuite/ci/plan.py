@@ -247,6 +247,8 @@ def _run_command(planned: Planned, which: Sequence[str], request: PlanRequest) -
     argv = ["evalsuite", "run", "--config", planned.value, *which]
     if request.root is not None:
         argv += ["--configs-root", request.root.as_posix()]
+    if request.is_accuracy_soft:
+        argv.append("--errors-first")  # a crash must not hide under a miss that is forgiven
     return shlex.join([*argv, *request.run_args])
 
 

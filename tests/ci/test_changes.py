@@ -101,7 +101,8 @@ def test_a_changed_yaml_runs_its_job_and_no_other(repository: Repository) -> Non
     # The options of the rendering are those of the steps that are made while it runs.
     for script in (row["script"], step["command"].replace("$$", "$")):
         assert script.startswith("echo installed || exit 75\n")
-        assert "evalsuite run --config config-h100.txt suite/b --engine vllm 2>&1" in script
+        command = "evalsuite run --config config-h100.txt suite/b --errors-first --engine vllm 2>&1"
+        assert command in script
     assert step["retry"] == {"automatic": [{"exit_status": 75, "limit": 2}]}
     assert step["soft_fail"] == [{"exit_status": 1}]
     assert "for attempt in 1 2 3; do" in row["script"]

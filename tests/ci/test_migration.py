@@ -39,7 +39,8 @@ def test_every_command_of_the_page_does_what_it_says(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = [line for line in commands() if not _ELSEWHERE.match(line)]
-    assert [line.split()[1] for line in here] == ["validate", "ls", "validate", "run", "ci", "ci"]
+    named = [line.split()[1] for line in here]
+    assert named == ["validate", "ls", "validate", "run", "ci", "ci", "ci"]
     for line in here:
         assert cli.main(shlex.split(line)[1:]) == 0, line + capsys.readouterr().err
     out = capsys.readouterr().out
@@ -48,6 +49,9 @@ def test_every_command_of_the_page_does_what_it_says(
     assert [step["agents"]["queue"] for step in steps] == ["h100"]
     assert "--config config-h100.txt --configs-root accuracy --engine vllm" in steps[0]["command"]
     assert (repository / ".github/workflows/nightly.yml").is_file()
+    (step,) = yaml.safe_load((repository / ".buildkite/changes.yml").read_text())["steps"]
+    assert "evalsuite ci select --explain --setup 'pip install PATH-TO-A-CLONE'" in step["command"]
+    assert "--watch vllm --configs-root accuracy '--run-args=--engine vllm'" in step["command"]
 
 
 def test_a_folder_without_pools_is_refused_by_none_of_the_checks(repository: Path) -> None:
