@@ -30,7 +30,8 @@ PP_FLAGS = ("--pipeline-parallel-size", "--pp-size", "--pp", "-pp")
 EP_FLAGS = ("--enable-expert-parallel", "-ep", "--enable-ep-moe")
 EP_SIZE_FLAGS = ("--ep-size", "--ep", "--expert-parallel-size")
 DP_ATTENTION_FLAGS = ("--enable-dp-attention",)
-TRUST_FLAGS = ("--trust-remote-code",)
+# The engines' parsers take any beginning of a flag that no other flag shares.
+TRUST_FLAGS = tuple("--trust-remote-code"[:end] for end in range(len("--trust"), 20))
 
 _QUOTES = "\"'"
 

@@ -56,6 +56,10 @@ class TestMeaning:
     def test_remote_code_only_where_the_file_says_so(self, tmp_path: Path) -> None:
         assert not load(tmp_path, BASE).has_remote_code
         assert load(tmp_path, BASE + "trust_remote_code: true\n").has_remote_code
+        # The engines' parsers take a beginning of the flag for the whole.
+        short = BASE + "server_args: --trust-remote\n"
+        assert load(tmp_path, short).has_remote_code
+        assert not load(tmp_path, BASE + "server_args: --trust-request-x\n").has_remote_code
         by_flag = BASE + "server_args: --trust-remote-code\n"
         assert load(tmp_path, by_flag).has_remote_code
         assert "Python code" in warnings(tmp_path, by_flag)["server_args"]

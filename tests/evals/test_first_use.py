@@ -201,6 +201,19 @@ class TestDisks:
             "free some space, or name another folder by --results\n"
         )
 
+    def test_the_same_under_pytest(self, suite: Suite) -> None:
+        (suite.folder / "full.py").write_text(
+            "import errno\n"
+            "from evalsuite import run_folder\n"
+            "def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+            "run_folder.write_all = full\n"
+        )
+        done = suite.run("-p", "full", "evalsuite", *RUN[1:], "-q", program=("-m", "pytest"))
+        assert done.returncode == 75, done.stdout + done.stderr
+        assert "1 passed" in done.stdout
+        assert "error: the reports cannot be written: [Errno 28] No space left" in done.stdout
+        assert "INTERNALERROR" not in done.stdout
+
     def test_a_real_full_device(self) -> None:
         if not Path("/dev/full").exists():
             pytest.skip("no /dev/full on this system")
