@@ -17,12 +17,17 @@ _KERNELS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
         ("flashinfer_trtllm", r"bmm_\w*Bfloat16\w*sm100"),
-        ("flashinfer_cutlass", r"MoeFCGemm|cutlass.*GroupGemm.*Moe|moeGemm|fused_moe.*cutlass"),
+        # On Hopper its grouped GEMM is CUTLASS's own, as torch's is; the rows it spreads are not.
+        (
+            "flashinfer_cutlass",
+            r"MoeFCGemm|cutlass.*GroupGemm.*Moe|moeGemm|fused_moe.*cutlass"
+            r"|cutlass_kernels::expandInputRowsKernel",
+        ),
         ("aiter", r"aiter.*fmoe|ck_moe_stage[12]|kernel_moe_gemm"),
         ("sonicmoe", r"sonicmoe|quack"),
         ("triton", r"moe_(?:gate_up|down)(?:_gemv)?_kernel|fused_moe_kernel"),
         ("cpu_native", r"moeserve::cpu_native_experts"),
-        ("torch_grouped_mm", r"aten::_grouped_mm|GroupProblemShape"),
+        ("torch_grouped_mm", r"aten::_grouped_mm|2at4cuda.*GroupProblemShape"),
     )
 )
 _PRODUCTS = ("aten::mm", "aten::mv")

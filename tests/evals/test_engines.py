@@ -267,6 +267,18 @@ TWO = {
 GROUPED = {"aten::_grouped_mm": 8, "aten::mm": 269, "aten::linear": 13}
 TRITON = {"moe_gate_up_gemv_kernel": 4, "moe_down_gemv_kernel": 4, "aten::linear": 13}
 PLAIN = {"aten::mm": 189, "aten::linear": 13}
+# As an H200 names them, cut short: both libraries' GEMMs are instances of one CUTLASS template.
+GEMM = "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalINS1_17GroupProblemShapeIN4cute5"
+TORCH_GEMM = (
+    "_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_for_sm9xINS_4gemm6kernel13Gemm"
+    "UniversalINS5_17GroupProblemShapeIN4cute5tupleIJiiiEEEEENS5_10collective13CollectiveMma"
+)
+SPREAD = "void tensorrt_llm::kernels::cutlass_kernels::expandInputRowsKernel<__nv_bfloat16, __nv_bf"
+CUTLASS = {GEMM: 8, SPREAD: 4, "moe_router_kernel": 4}
+ON_CUTLASS = {
+    "backend": "flashinfer_cutlass",
+    "ranges": [{"max_tokens": 99, "backend": "flashinfer_cutlass"}],
+}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +288,10 @@ PLAIN = {"aten::mm": 189, "aten::linear": 13}
         (evidence(GROUPED, TRITON, 2), TWO, "torch_grouped_mm"),
         # The plan said one thing and the GPU did another.
         (evidence(GROUPED, TRITON), ONE, "torch_grouped_mm+triton"),
+        (evidence(CUTLASS, CUTLASS), ON_CUTLASS, "flashinfer_cutlass"),
+        (evidence({TORCH_GEMM: 8}, {TORCH_GEMM: 8}), ONE, "torch_grouped_mm"),
+        (evidence({TORCH_GEMM: 8}, CUTLASS), ON_CUTLASS, "flashinfer_cutlass+torch_grouped_mm"),
+        (evidence({GEMM: 8}, {GEMM: 8}), ONE, ""),
         (evidence(PLAIN, PLAIN), ONE, "cpu"),
         # Only one of four layers: not what ran.
         (evidence({**PLAIN, "aten::_grouped_mm": 1}, PLAIN), ONE, "cpu"),

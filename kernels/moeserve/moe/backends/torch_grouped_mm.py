@@ -27,7 +27,7 @@ class TorchGroupedMM(Backend):
         activations=frozenset({"silu", "swiglu_oai", "relu2"}),
         has_input_weighting=True,
         is_graph_safe=True,
-        kernel_patterns=(r"GroupProblemShape", r"aten::_grouped_mm"),
+        kernel_patterns=(r"2at4cuda.*GroupProblemShape", r"aten::_grouped_mm"),
     )
 
     def limits(self, spec: MoESpec) -> str:
