@@ -28,7 +28,9 @@ def test_a_start_of_the_embedded_model_in_order(
     file = tmp_path / "startup.json"
     argv = ["moeserve/minigsm-tiny", "--max-model-len", "128", "--device", "cpu"]
     argv += ["--num-prompts", "4", "--output-len", "40", "--json", str(file)]
-    assert main(argv) == 0
+    log = tmp_path / "server.log"
+    assert main([*argv, "--server-log", str(log)]) == 0
+    assert "ready after" in log.read_text()
     found = json.loads(file.read_text())
     assert 0 < found["ready_s"] < found["first_reply_s"] < found["full_speed_s"]
     assert found["tokens_per_s"] > 0

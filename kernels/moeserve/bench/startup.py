@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -59,7 +60,12 @@ def main(argv: Sequence[str]) -> int:
     if not server_argv or server_argv[0].startswith("-"):
         raise UsageError("bench startup: the server's MODEL comes first, then its options")
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(_measure(options, server_argv, Path(folder)))
+        try:
+            found = asyncio.run(_measure(options, server_argv, Path(folder)))
+        finally:
+            log = Path(folder, "log")
+            if options.server_log and log.is_file():
+                shutil.copyfile(log, options.server_log)
     print(f"ready after            {found.ready_s:8.2f} s")
     print(f"first reply after      {found.first_reply_s:8.2f} s")
     print(f"full-speed decode after {found.full_speed_s:7.2f} s ({found.tokens_per_s:.0f} tok/s)")
@@ -79,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-len", type=int, default=128, help="tokens of each")
     add("--timeout-s", type=float, default=600.0, help="for the server to be ready")
     add("--json", default="", help="file to write the figures to")
+    add("--server-log", default="", help="file to keep the server's log in: where its time went")
     return parser
 
 
