@@ -135,6 +135,17 @@ def test_questions_have_their_shots_and_stops(tmp_path: Path) -> None:
     ] * 3
 
 
+def test_gsm8k_shaped_ids_begin_alike_and_need_no_tokenizer() -> None:
+    options = LoadOptions("gsm8k-shaped", 20, seed=3, output_len=7, vocab_size=151_936)
+    asks = make_load(options)
+    assert asks == make_load(options)
+    assert len({tuple(ask.prompt[:650]) for ask in asks}) == 1
+    assert len({tuple(ask.prompt) for ask in asks}) == 20
+    assert all(710 <= len(ask.prompt) <= 750 for ask in asks)
+    assert all(isinstance(i, int) and 1000 <= i < 150_000 for ask in asks for i in ask.prompt)
+    assert {(ask.max_tokens, ask.stops) for ask in asks} == {(7, ())}
+
+
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     status = main(["bench", "serve", *argv])
     return status, capsys.readouterr().out
@@ -165,6 +176,7 @@ def test_against_a_server_whose_speed_is_known(capsys, tmp_path: Path, backend: 
     if backend == "openai":
         assert saved["total_input_tokens"] == 60
     assert [len(gaps) for gaps in saved["itls"]] == [9] * 12
+    assert 0 < saved["client_cpu_share"] < 1
     assert set(saved) >= {
         "duration", "failed", "total_output_tokens", "request_throughput", "request_goodput",
         "output_throughput", "total_token_throughput", "input_lens", "ttfts", "start_times",
