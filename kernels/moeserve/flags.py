@@ -208,6 +208,13 @@ FLAGS: tuple[Flag, ...] = (
         choices=("auto", "cpu", "cuda"),
     ),
     Flag("--max-body-bytes", "limits.max_body_bytes", "int", "Bytes of a request body.", low=1024),
+    Flag(
+        "--max-held-bytes",
+        "limits.max_held_bytes",
+        "int",
+        "Bytes of all bodies that are being read; beyond it 429.",
+        low=1024,
+    ),
     Flag("--body-timeout-s", "limits.body_timeout_s", "float", "Time for a body.", low=0.1),
     Flag("--header-timeout-s", "limits.header_timeout_s", "float", "Time for headers.", low=0.1),
     Flag("--max-headers", "limits.max_headers", "int", "Header lines.", low=8),

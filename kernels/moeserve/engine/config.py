@@ -18,10 +18,11 @@ LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
 # Qwen3-30B-A3B): larger steps waste less of their weights' reading.
 CPU_STEP_TOKENS = 2048
 GPU_STEP_TOKENS = 8192
-# Tokens that take as long as a step takes before its first one, for shares of a step where clients
-# compete. The embedded model on two cores: a step of 1 token takes 0.57 ms, of 8 1.13 ms, of 64
-# 4.7 ms. On a GPU a step of few tokens takes nearly as long as one of some hundreds.
-CPU_FAIR_TOKENS = 8
+# Tokens that cost as much as a step does before its first one, where clients share steps. The
+# embedded model on two busy cores: 0.85 ms for 1 token; one or two of another client with it, drawn
+# rather than greedy: 2.0 ms; nine: 3.3 ms. On a GPU a step of few tokens takes nearly as long as
+# one of some hundreds.
+CPU_FAIR_TOKENS = 4
 GPU_FAIR_TOKENS = 1024
 
 

@@ -128,6 +128,13 @@ class Scheduler:
         first = self._make_way()
         most = self.limits.max_num_batched_tokens
         budget = self.shares.begin_step(self.running, len(self._free_rows), most)
+        plan = self._plan(budget, first)
+        if not plan and self.shares.is_limited:
+            # Whom the step was kept free for cannot run now.
+            plan = self._plan(self.shares.lift(most), first)
+        return plan
+
+    def _plan(self, budget: int, first: Sequence | None) -> StepPlan:
         preemptions_before = self.num_preemptions
         decodes = self._schedule_decodes()
         budget -= len(decodes)

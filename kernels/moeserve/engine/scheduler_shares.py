@@ -4,20 +4,27 @@ Receives sequences as they come, run and go; tells `scheduler.py` how large the 
 what each connection may have of it. It looks at requests alone, never at a clock, so ranks that see
 the same requests decide alike.
 
-A step of T tokens takes about as long as F + T of them (F: `fair_tokens`, what a step costs before
-its first token). Of C parties with work, one that wants x tokens a step would get them alone in
-F + x; it keeps at least 1/C of that rate as long as a step has at most C·x + (C−1)·F tokens. That
-is the rule, with x of the party that wants least. Parties are clients (API key or address); where
-there is one client, its connections. A party that has just gone counts for a while: whoever asks
-again and again is absent between two requests, and must not find a step under way that fills the
-machine.
+A step of T tokens is taken to cost F + T (F: what a step costs before its first token). Parties are
+clients (API key or address); where there is one client, its connections. With C parties at work,
+those that want as little as the least one run in every step. For each such step, which would cost
+F + x without the rest, the rest together may spend a part of (C−1)·(F+x), as if they ran steps of
+their own: a quarter among clients, so that one that wants little keeps four fifths of the engine
+beside one that asks for everything; a half among connections of one client, in larger pieces, since
+what they lose in speed is the client's own. Half of the rate is then still there when the front,
+the network and the processor's caches have taken their part.
+
+A party that has just gone counts for a while: whoever asks again and again is absent between two
+requests, and must not find a step under way that fills the machine. What another client computes in
+such gaps it has had. Of clients that want equally little, the one that has had least comes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+from moeserve.engine.scheduler_flows import Flow, demand_of, share_out
 
 if TYPE_CHECKING:
     from moeserve.engine import sequence
@@ -25,55 +32,34 @@ if TYPE_CHECKING:
 # Steps for which a party that left still counts. At two steps a millisecond and less this is longer
 # than a client takes to send its next request.
 MEMORY_STEPS = 64
+# What a client had in a step counts as this much at most.
+_MOST_NOTED = 16
 # The least party counts with at most this many times F: a prompt found in the cache wants less than
 # its length, and must not make room for as many tokens of others.
 _MOST_LEAST = 4
+# Costs are whole numbers of such parts of a token. Attention over as many tokens costs about as
+# much as a token's other layers, so a token of context costs one part.
+_PARTS = 2048
 # A client takes places from another that runs more than this many times as many sequences. Nearer
 # to equal, places that fall free are shared by turns, and nothing is computed twice.
 _FAR_LESS = 4
-Key = TypeVar("Key")
 
 
-class Flow:
-    """One connection of a client.
+@dataclass(frozen=True)
+class _Rule:
+    """How much the parties that want more than the least may have.
 
     Attributes:
-        client: API key (a digest of it) or address.
-        connection: Name of the connection.
-        num_open: Unfinished sequences.
-        num_running: Those that hold pages.
-        num_visits: How often it came with nothing open.
-        waiting_tokens: Of sequences that do not run.
-        turn: Place in the queue of its next sequence.
-        gone_at: Step at which its last sequence ended.
-        demand: Tokens that it wants in the next step.
-        left: Tokens that it may still have in the next step.
+        fair_tokens: F.
+        quantum: They join a step with this many tokens or all that they want, and save up for it.
+        light_steps: They may spend one in so many of what the others' steps cost.
+        most_debt: What they used while others were absent counts up to so many joined steps.
     """
 
-    __slots__ = (
-        "client",
-        "connection",
-        "demand",
-        "gone_at",
-        "left",
-        "num_open",
-        "num_running",
-        "num_visits",
-        "turn",
-        "waiting_tokens",
-    )
-
-    def __init__(self, client: str, connection: str) -> None:
-        self.client = client
-        self.connection = connection
-        self.num_open = 0
-        self.num_running = 0
-        self.num_visits = 0
-        self.waiting_tokens = 0
-        self.turn = 0
-        self.gone_at = 0
-        self.demand = 0
-        self.left = 0
+    fair_tokens: int
+    quantum: int
+    light_steps: int
+    most_debt: int
 
 
 @dataclass(frozen=True)
@@ -81,26 +67,34 @@ class _Parties:
     """Who shares a step.
 
     Attributes:
-        num_all: Those that count.
-        num_absent: Those among them that have just gone.
-        least: Tokens that the smallest wants.
+        flows: Of each party at work.
+        num_absent: Parties that have just gone.
+        rule: For these.
     """
 
-    num_all: int
+    flows: list[list[Flow]]
     num_absent: int
-    least: int
+    rule: _Rule
+
+    @property
+    def num_all(self) -> int:
+        """C."""
+        return len(self.flows) + self.num_absent
 
 
 class Shares:
     """All flows of one scheduler."""
 
     def __init__(self, fair_tokens: int) -> None:
-        self._fair_tokens = fair_tokens
+        self._among_clients = _Rule(fair_tokens, 2 * fair_tokens, 4, 16)
+        self._among_connections = _Rule(2 * fair_tokens, 16 * fair_tokens, 2, 0)
         self._present: dict[tuple[str, str], Flow] = {}
         self._absent: dict[tuple[str, str], Flow] = {}
         self._turn = 0
         self._num_steps = 0
         self._is_limited = False
+        self._credit = 0
+        self._used: dict[str, int] = {}
 
     def arrive(self, seq: sequence.Sequence) -> None:
         """Take in a new sequence and give it its turn: one of each flow, then the next of each."""
@@ -142,6 +136,7 @@ class Shares:
         if not self._present:
             # Nobody is in anybody's way.
             self._absent.clear()
+            self._used.clear()
 
     @property
     def has_rivals(self) -> bool:
@@ -200,18 +195,64 @@ class Shares:
         self._is_limited = False
         if len(self._present) + len(self._absent) < 2:
             return budget
-        flows = self._wanting(running, num_free)
-        parties = self._parties(flows)
-        fair = self._fair_tokens
-        if parties.num_all < 2:
+        parties = self._parties(self._wanting(running, num_free))
+        if parties.num_all < 2 or not parties.flows:
             return budget
-        least = max(1, min(parties.least, _MOST_LEAST * fair))
-        size = parties.num_all * least + (parties.num_all - 1) * fair
-        if size >= budget or sum(flow.demand for flow in flows) <= size:
+        least = 1 if parties.num_absent else max(1, min(map(demand_of, parties.flows)))
+        light = [party for party in parties.flows if demand_of(party) <= least]
+        if parties.rule is self._among_clients:
+            light = self._with_least_use(light, parties)
+        heavy = [party for party in parties.flows if party not in light]
+        if not heavy:
+            return budget
+        rule = parties.rule
+        light_step = rule.fair_tokens + min(least, _MOST_LEAST * rule.fair_tokens)
+        earned = (parties.num_all - 1) * light_step * _PARTS // rule.light_steps
+        self._credit = min(self._credit + earned, (budget + rule.fair_tokens) * _PARTS)
+        size = sum(map(demand_of, light)) + (rest := self._spend(rule, heavy, bool(light)))
+        if size >= budget:
             return budget
         self._is_limited = True
-        self._share_out(flows, size - parties.num_absent)
+        for flow in (flow for party in light for flow in party):
+            flow.left = flow.demand
+        share_out(heavy, rest)
         return size
+
+    def _with_least_use(self, light: list[list[Flow]], parties: _Parties) -> list[list[Flow]]:
+        """Of clients that want as little, those that had as little in the last steps."""
+        used = self._used
+        for client in used:
+            used[client] -= used[client] // MEMORY_STEPS
+        for party in parties.flows:
+            client = party[0].client
+            used[client] = used.get(client, 0) + min(demand_of(party), _MOST_NOTED) * _PARTS
+        least = min(used.values())
+        return [party for party in light if used[party[0].client] * 2 <= least * 3]
+
+    def lift(self, budget: int) -> int:
+        """Take the limits off this step, in which nobody could run; return its most tokens."""
+        self._is_limited = False
+        return budget
+
+    def _spend(self, rule: _Rule, heavy: list[list[Flow]], has_light: bool) -> int:
+        """Tokens for the parties that want much, 0 where they have to save up first."""
+        wanted = sum(map(demand_of, heavy))
+        enough = min(rule.quantum, wanted)
+        if not has_light:
+            # Nobody is kept waiting, but somebody may come back: steps stay short.
+            least = -rule.most_debt * (rule.fair_tokens + rule.quantum)
+            spent = rule.fair_tokens + enough
+            self._credit = max(min(self._credit, 0) - spent * _PARTS, least * _PARTS)
+            return enough
+        num_running = sum(flow.num_running for party in heavy for flow in party)
+        context = sum(flow.context for party in heavy for flow in party) // max(num_running, 1)
+        per_token = _PARTS + context
+        rest = (self._credit - rule.fair_tokens * _PARTS) // per_token
+        if rest < enough:
+            return 0
+        rest = min(rest, wanted)
+        self._credit -= rule.fair_tokens * _PARTS + rest * per_token
+        return rest
 
     def most(self, seq: sequence.Sequence, budget: int) -> int:
         """Tokens that a sequence may have in this step, of `budget` that are left."""
@@ -233,12 +274,14 @@ class Shares:
             if self._absent[key].gone_at >= oldest:
                 break
             del self._absent[key]
+            if not any(client == key[0] for client, _ in (*self._present, *self._absent)):
+                self._used.pop(key[0], None)
 
     def _wanting(self, running: Iterable[sequence.Sequence], num_free: int) -> list[Flow]:
         """Flows with something to run, and how much; of those that wait no more than have room."""
         flows = []
         for flow in self._present.values():
-            flow.demand = flow.left = 0
+            flow.demand = flow.context = flow.left = 0
             has_room = num_free > 0
             if flow.num_running or has_room:
                 flow.demand = flow.waiting_tokens if has_room else 0
@@ -246,43 +289,16 @@ class Shares:
                 flows.append(flow)
         for seq in running:
             seq.flow.demand += seq.num_left
+            seq.flow.context += seq.num_computed
         return flows
 
-    def _parties(self, flows: Iterable[Flow]) -> _Parties:
-        demands: dict[str, int] = {}
+    def _parties(self, flows: list[Flow]) -> _Parties:
+        clients: dict[str, list[Flow]] = {}
         for flow in flows:
-            demands[flow.client] = demands.get(flow.client, 0) + flow.demand
-        absent = {flow.client for flow in self._absent.values()} - demands.keys()
-        if len(demands) + len(absent) > 1:
-            wants: list[int] = list(demands.values())
-            num_absent = len(absent)
-        else:
-            wants = [flow.demand for flow in flows]
-            # One that came once may have closed its connection for good.
-            num_absent = sum(flow.num_visits > 1 for flow in self._absent.values())
-        least = 1 if num_absent or not wants else min(wants)
-        return _Parties(len(wants) + num_absent, num_absent, least)
-
-    def _share_out(self, flows: list[Flow], size: int) -> None:
-        """Give each flow what it wants, or as much as any other that wants more."""
-        per_client: dict[str, list[Flow]] = {}
-        for flow in flows:
-            per_client.setdefault(flow.client, []).append(flow)
-        demands = {client: sum(f.demand for f in own) for client, own in per_client.items()}
-        for client, given in _water_filled(demands, size).items():
-            own = per_client[client]
-            wants = {place: flow.demand for place, flow in enumerate(own)}
-            for place, part in _water_filled(wants, given).items():
-                own[place].left = part
-
-
-def _water_filled(demands: dict[Key, int], size: int) -> dict[Key, int]:
-    """Share `size` by max-min: the small get what they want, the large get equal parts."""
-    given: dict[Key, int] = {}
-    num_left = len(demands)
-    for key, demand in sorted(demands.items(), key=lambda item: item[1]):
-        # Rounded up, so that a part of less than one token does not stop everybody.
-        given[key] = min(demand, -(-max(size, 0) // num_left))
-        size -= given[key]
-        num_left -= 1
-    return given
+            clients.setdefault(flow.client, []).append(flow)
+        absent = {flow.client for flow in self._absent.values()} - clients.keys()
+        if len(clients) + len(absent) > 1:
+            return _Parties(list(clients.values()), len(absent), self._among_clients)
+        # One that came once may have closed its connection for good.
+        num_absent = sum(flow.num_visits > 1 for flow in self._absent.values())
+        return _Parties([[flow] for flow in flows], num_absent, self._among_connections)

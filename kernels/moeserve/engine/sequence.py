@@ -7,11 +7,15 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moeserve.engine.request import Logprob, Request
-from moeserve.engine.scheduler_shares import Flow
+from moeserve.engine.scheduler_flows import Flow
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sequence:
@@ -35,6 +39,7 @@ class Sequence:
         max_total: Prompt plus output tokens at which it ends.
         prompt_logprobs: Filled position by position where asked for; entry 0 is None.
         counts: Occurrences [V] of generated tokens; made on first use by the sampler.
+        bias: `logit_bias` as tensors; made on first use by the sampler.
         is_started: Whether an event has been sent.
         flow: The connection it came from, and what that holds; set by the scheduler.
         turn: Place in the queue: one sequence of each connection, then the next of each.
@@ -46,6 +51,7 @@ class Sequence:
     __slots__ = (
         "admission",
         "arrival",
+        "bias",
         "counts",
         "flow",
         "is_greedy",
@@ -91,6 +97,7 @@ class Sequence:
         self.max_total = min(self.num_prompt + sampling.max_tokens, max_model_len)
         self.prompt_logprobs: list[Logprob | None] = [None]
         self.counts: np.ndarray | None = None
+        self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self.prompt_mask: np.ndarray | None = None
         self.is_started = False
         self.turn = 0

@@ -147,10 +147,19 @@ def _adjust(row_logits: Tensor, row: Sequence) -> None:
         counts = torch.from_numpy(_counts(row, len(row_logits))).to(row_logits.device)
         row_logits.sub_(counts * sampling.frequency_penalty)
         row_logits.sub_((counts > 0) * sampling.presence_penalty)
-    for token, bias in sampling.logit_bias.items():
-        row_logits[token] += bias
+    if sampling.logit_bias:
+        ids, values = _bias(row)
+        row_logits[ids.to(row_logits.device)] += values.to(row_logits)
     if row.num_output < sampling.min_tokens and row.stop_ids:
         row_logits[list(row.stop_ids)] = float("-inf")
+
+
+def _bias(row: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request's biases as ids and values, made once: a request may have a thousand."""
+    if row.bias is None:
+        biases = row.request.sampling.logit_bias
+        row.bias = (torch.tensor(list(biases)), torch.tensor(list(biases.values())))
+    return row.bias
 
 
 def _counts(row: Sequence, vocab_size: int) -> np.ndarray[Any, Any]:

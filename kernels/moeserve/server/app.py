@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from moeserve import __version__
 from moeserve.errors import BadRequest, MoeserveError
 from moeserve.server import generate
-from moeserve.server.fields import check_token_id
+from moeserve.server.fields import check_token_ids
 from moeserve.server.http_guard import App, Guard, HttpError
 from moeserve.server.params import ModelContext
 from moeserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -175,7 +175,13 @@ async def _evidence(_: Request, service: Service) -> Response:
 
 
 async def _tokenize(request: Request, service: Service) -> Response:
-    body = await generate.typed_body(request, service, TokenizeBody)
+    async def read(body: TokenizeBody) -> Response:
+        return JSONResponse(await _tokens_of(body, service))
+
+    return await generate.with_body(request, service, TokenizeBody, read)
+
+
+async def _tokens_of(body: TokenizeBody, service: Service) -> dict[str, object]:
     service.check_model(body.model)
     tokenizer = service.context.tokenizer
     if (body.prompt is None) == (body.messages is None):
@@ -185,15 +191,14 @@ async def _tokenize(request: Request, service: Service) -> Response:
     else:
         adds_special = body.add_special_tokens is not False
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", adds_special)
-    reply: dict[str, object] = {
+    return {
         "count": len(ids),
         "max_model_len": service.context.info.max_model_len,
         "tokens": ids,
-        "token_strs": None,
+        "token_strs": [_token_string(tokenizer, i) for i in ids]
+        if body.return_token_strs
+        else None,
     }
-    if body.return_token_strs:
-        reply["token_strs"] = [_token_string(tokenizer, token_id) for token_id in ids]
-    return JSONResponse(reply)
 
 
 def _token_string(tokenizer: Tokenizer, token_id: int) -> str:
@@ -201,20 +206,23 @@ def _token_string(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 async def _detokenize(request: Request, service: Service) -> Response:
-    body = await generate.typed_body(request, service, DetokenizeBody)
-    service.check_model(body.model)
-    if not isinstance(body.tokens, list):
-        raise BadRequest("tokens: want an array of token ids", "tokens")
-    # In a thread: a body can hold millions.
-    text = await asyncio.to_thread(
-        _checked_text, body.tokens, service.context, bool(body.skip_special_tokens)
-    )
-    return JSONResponse({"prompt": text})
+    async def read(body: DetokenizeBody) -> Response:
+        service.check_model(body.model)
+        if not isinstance(body.tokens, list):
+            raise BadRequest("tokens: want an array of token ids", "tokens")
+        # In a thread: a body can hold millions.
+        text = await asyncio.to_thread(
+            _checked_text, body.tokens, service.context, bool(body.skip_special_tokens)
+        )
+        return JSONResponse({"prompt": text})
+
+    return await generate.with_body(request, service, DetokenizeBody, read)
 
 
 def _checked_text(ids: list[object], context: ModelContext, skips_special: bool) -> str:
-    checked = [check_token_id(token_id, context.info.vocab_size, "tokens") for token_id in ids]
-    return context.tokenizer.decode(checked, skips_special)
+    return context.tokenizer.decode(
+        check_token_ids(ids, context.info.vocab_size, "tokens"), skips_special
+    )
 
 
 async def _tokenizer_info(_: Request, service: Service) -> Response:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -59,38 +59,54 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
 
 
-async def typed_body(request: Request, service: Service, kind: type[Body]) -> Body:
-    """Return the request's body as a typed model."""
-    raw = await read_body(request.scope, request.receive, service.config.limits)
-    return parse_body(kind, parse_json(raw))
+async def with_body(
+    request: Request,
+    service: Service,
+    kind: type[Body],
+    use: Callable[[Body], Awaitable[Result]],
+) -> Result:
+    """Read the request's body as a typed model and return what `use` makes of it.
+
+    A large one waits for its turn, and has it until `use` returns.
+    """
+    with service.held.counted() as count:
+        raw = await read_body(request.scope, request.receive, service.config.limits, count)
+        async with service.turns.taken(len(raw)):
+            return await use(parse_body(kind, parse_json(raw)))
 
 
 async def completions(request: Request, service: Service) -> Response:
     """Serve `/v1/completions`."""
     service.require_ready()  # 503 before anything is read
-    body = await typed_body(request, service, CompletionBody)
-    model = service.check_model(body.model)
     context = service.context
-    job = completion_job(body, context)
-    if body.prompt is None:
-        raise BadRequest("prompt: missing", "prompt")
-    adds_special = body.add_special_tokens is not False
-    prompts = await read_prompts(body.prompt, context, adds_special, body.truncate_prompt_tokens)
+
+    async def read(body: CompletionBody) -> tuple[str, Job, tuple[Prompt, ...]]:
+        model = service.check_model(body.model)
+        job = completion_job(body, context)
+        if body.prompt is None:
+            raise BadRequest("prompt: missing", "prompt")
+        adds_special = body.add_special_tokens is not False
+        truncate = body.truncate_prompt_tokens
+        return model, job, await read_prompts(body.prompt, context, adds_special, truncate)
+
+    model, job, prompts = await with_body(request, service, CompletionBody, read)
     return await _answer(request, service, job, prompts, model, is_chat=False)
 
 
 async def chat_completions(request: Request, service: Service) -> Response:
     """Serve `/v1/chat/completions`."""
     service.require_ready()
-    body = await typed_body(request, service, ChatBody)
-    model = service.check_model(body.model)
-    context = service.context
-    job = chat_job(body, context)
-    if body.truncate_prompt_tokens is not None:
-        name = "truncate_prompt_tokens"
-        raise BadRequest(f"{name}: not for chat, whose start would be cut", name)
-    ids = await chat_ids(body, service)
-    return await _answer(request, service, job, (Prompt(tuple(ids)),), model, is_chat=True)
+
+    async def read(body: ChatBody) -> tuple[str, Job, Prompt]:
+        model = service.check_model(body.model)
+        job = chat_job(body, service.context)
+        if body.truncate_prompt_tokens is not None:
+            name = "truncate_prompt_tokens"
+            raise BadRequest(f"{name}: not for chat, whose start would be cut", name)
+        return model, job, Prompt(tuple(await chat_ids(body, service)))
+
+    model, job, prompt = await with_body(request, service, ChatBody, read)
+    return await _answer(request, service, job, (prompt,), model, is_chat=True)
 
 
 async def chat_ids(body: ChatBody | TokenizeBody, service: Service) -> list[int]:
@@ -146,7 +162,7 @@ async def _answer(
     request_id = ("chatcmpl-" if is_chat else "cmpl-") + (job.name or unique)
     # The engine's name for it stays unique where a client uses one name twice.
     origin = origin_of(request.scope, len(service.config.api_keys))
-    choices = plan_choices(job, prompts, service.context, unique, origin)
+    choices = await plan_choices(job, prompts, service.context, unique, origin)
     _check_size(choices, service.config.limits.max_logprob_entries)
     reply = Reply(request_id, model, job, service.context.tokenizer, is_chat)
     service.admit(num_sequences)
@@ -154,7 +170,7 @@ async def _answer(
         return StreamReply(service, reply, choices)
     with service.released(num_sequences):
         try:
-            work = run_all(service.engine, choices, service.metrics)
+            work = run_all(service.engine, choices, service.metrics, service.most_in_engine)
             await _unless_gone(work, request.receive)
         except EngineFailedError as failure:
             raise _http_error(failure) from None
@@ -262,7 +278,8 @@ class StreamReply(Response):
                 await self._open(choice, opened, event)
         try:
             service = self._service
-            deltas = stream_all(service.engine, self._choices, service.metrics)
+            most = service.most_in_engine
+            deltas = stream_all(service.engine, self._choices, service.metrics, most)
             async with aclosing(deltas):
                 async for choice, delta in deltas:
                     await self._open(choice, opened, event)

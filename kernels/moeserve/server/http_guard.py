@@ -195,8 +195,16 @@ def origin_of(scope: Scope, num_keys: int) -> tuple[str, str]:
     return client, f"{host}:{port}"
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, limits: Limits, count: Callable[[int], None]
+) -> bytes:
     """Return a request's body.
+
+    Args:
+        scope: Of the request.
+        receive: Gives its parts.
+        limits: On size and time.
+        count: Told of bytes before they are kept; may raise.
 
     Raises:
         HttpError: 413 too large, 408 too slow, 400 cut short.
@@ -218,6 +226,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                 size += len(message.get("body", b""))
                 if size > limits.max_body_bytes:
                     raise too_large
+                count(len(message.get("body", b"")))
                 parts.append(message.get("body", b""))
                 if not message.get("more_body", False):
                     return b"".join(parts)
@@ -247,7 +256,8 @@ def bounded_protocol(header_timeout_s: float) -> type[H11Protocol]:
             super().handle_events()
             # The request's task is made but has not run yet.
             if self.cycle is not None and self.cycle.scope["http_version"] == "1.1":
-                self.cycle.scope.setdefault(CHUNK_WRITER, partial(_write_chunk, self.cycle))
+                scope: Scope = self.cycle.scope  # type: ignore[assignment]
+                scope.setdefault(CHUNK_WRITER, partial(_write_chunk, self.cycle))
 
         def connection_made(  # type: ignore[override]
             self, transport: asyncio.Transport

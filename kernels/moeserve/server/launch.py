@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ StartEngine = Callable[[EngineConfig], Awaitable[EngineClient]]
 # Replies to sequences that were ended by force still have to reach their clients.
 _FLUSH_S = 5.0
 _WATCH_INTERVAL_S = 0.25
+# A thread that reads a large request keeps the interpreter no longer than this: at the default of
+# 5 ms the event loop would wait that long each time it comes back from the kernel.
+_SWITCH_INTERVAL_S = 0.0005
 _DEFAULTS_READ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -111,6 +115,7 @@ def serve(config: ServeConfig, start: StartEngine | None = None) -> int:
     if config.port_file:
         write_port_file(Path(config.port_file), port)
     logger.info("listening on http://%s:%d", config.host, port)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return asyncio.run(_Launcher(config, sock, start).run())
 
 

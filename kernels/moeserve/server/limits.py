@@ -18,6 +18,7 @@ class Limits:
 
     Attributes:
         max_body_bytes: Larger bodies get 413, before they are read where a length is announced.
+        max_held_bytes: Of all bodies that are being read; beyond it 429 with Retry-After.
         body_timeout_s: A body must be complete after this long, else 408.
         header_timeout_s: A request line with its headers must be complete after this long.
         max_headers: More header lines get 431.
@@ -37,6 +38,7 @@ class Limits:
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
+    max_held_bytes: int = 128 * 1024 * 1024
     body_timeout_s: float = 30.0
     header_timeout_s: float = 20.0
     max_headers: int = 200

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from moeserve.errors import BadRequest
-from moeserve.server.fields import check_token_id
+from moeserve.server.fields import check_token_ids
 from moeserve.server.params import ModelContext, Prompt
 from moeserve.server.protocol import shorten
 
@@ -101,10 +101,7 @@ def _check_ids(ids: list[Any], context: ModelContext, longest: int | None) -> No
             f"{len(ids)}",
             "prompt",
         )
-    vocab = context.info.vocab_size
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < vocab:
-            check_token_id(token_id, vocab, "prompt")
+    check_token_ids(ids, context.info.vocab_size, "prompt")
 
 
 def _truncated(prompt: Prompt, keep: int, max_model_len: int) -> Prompt:

@@ -8,7 +8,7 @@ reply looks is `replies.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -19,6 +19,9 @@ from moeserve.engine.request import FinishReason, Logprob, Request, TokenEvent
 from moeserve.errors import MoeserveError
 from moeserve.server.params import Job, ModelContext, Prompt
 from moeserve.server.text import TextStream
+
+# Sequences that are planned before others may use the event loop, about a millisecond of work.
+_PLANNED_AT_ONCE = 64
 
 
 class EngineFailedError(MoeserveError):
@@ -152,7 +155,7 @@ class Choice:
         return total / max(len(self.logprobs), 1)
 
 
-def plan_choices(
+async def plan_choices(
     job: Job,
     prompts: tuple[Prompt, ...],
     context: ModelContext,
@@ -175,6 +178,8 @@ def plan_choices(
     for prompt in prompts:
         for candidate in range(job.best_of):
             index = len(choices)
+            if index % _PLANNED_AT_ONCE == _PLANNED_AT_ONCE - 1:
+                await asyncio.sleep(0)  # thousands take a while: others are served in between
             sampling = job.sampling_of(prompt, candidate, context.info.max_model_len)
             name = f"{request_id}-{index}"
             request = Request(name, prompt.ids, sampling, job.priority, *origin)
@@ -218,34 +223,45 @@ async def run_choice(
     raise EngineFailedError("the engine ended a sequence without a reason", is_stopping=False)
 
 
-async def run_all(engine: EngineClient, choices: list[Choice], observer: Observer) -> None:
+async def run_all(
+    engine: EngineClient, choices: list[Choice], observer: Observer, most: int
+) -> None:
     """Run every sequence to its end; the first failure cancels the others.
+
+    Args:
+        engine: Runs them.
+        choices: One for each sequence.
+        observer: Receives timings.
+        most: The engine has at most this many of them at once.
 
     Raises:
         EngineFailedError: One of them failed.
     """
     if len(choices) == 1:
-        await _drain(engine, choices[0], observer)
+        await _drain(engine, choices, observer)
         return
+    waiting = iter(choices)
     try:
         async with asyncio.TaskGroup() as group:
-            for choice in choices:
-                group.create_task(_drain(engine, choice, observer))
+            for _ in range(min(most, len(choices))):
+                group.create_task(_drain(engine, waiting, observer))
     except* EngineFailedError as failures:
         first = failures.exceptions[0]
         raise first if isinstance(first, EngineFailedError) else failures from None
 
 
-async def _drain(engine: EngineClient, choice: Choice, observer: Observer) -> None:
-    async with aclosing(run_choice(engine, choice, observer)) as deltas:
-        async for _ in deltas:
-            pass
+async def _drain(engine: EngineClient, choices: Iterable[Choice], observer: Observer) -> None:
+    """Run sequences one after another; several of these may share one iterator."""
+    for choice in choices:
+        async with aclosing(run_choice(engine, choice, observer)) as deltas:
+            async for _ in deltas:
+                pass
 
 
 async def stream_all(
-    engine: EngineClient, choices: list[Choice], observer: Observer
+    engine: EngineClient, choices: list[Choice], observer: Observer, most: int
 ) -> AsyncGenerator[tuple[Choice, Delta], None]:
-    """Yield the deltas of all sequences as they come.
+    """Yield the deltas of all sequences as they come; arguments as of `run_all`.
 
     Raises:
         EngineFailedError: One of them failed; the others are aborted.
@@ -257,17 +273,19 @@ async def stream_all(
         return
     # Bounded, so that a client that reads slowly holds back its own sequences and no memory.
     queue: asyncio.Queue[tuple[Choice, Delta] | BaseException | None] = asyncio.Queue(64)
+    waiting = iter(choices)
 
-    async def pump(choice: Choice) -> None:
+    async def pump() -> None:
         try:
-            async with aclosing(run_choice(engine, choice, observer)) as deltas:
-                async for delta in deltas:
-                    await queue.put((choice, delta))
+            for choice in waiting:
+                async with aclosing(run_choice(engine, choice, observer)) as deltas:
+                    async for delta in deltas:
+                        await queue.put((choice, delta))
             await queue.put(None)
         except EngineFailedError as failure:
             await queue.put(failure)
 
-    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    tasks = [asyncio.create_task(pump()) for _ in range(min(most, len(choices)))]
     try:
         num_open = len(tasks)
         while num_open:

@@ -18,6 +18,7 @@ from moeserve.server.chat import ChatTemplate
 from moeserve.server.http_guard import HttpError
 from moeserve.server.metrics import Metrics
 from moeserve.server.params import ModelContext
+from moeserve.server.turns import HeldBytes, Turns
 
 logger = logging.getLogger("moeserve.server")
 Status = Literal["loading", "ready", "stopping", "failed"]
@@ -31,6 +32,8 @@ class Service:
         status: Where it stands in its life.
         metrics: Its figures.
         created: Seconds since 1970.
+        turns: Large bodies are read one after another.
+        held: Bytes of bodies that are being read.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -38,6 +41,8 @@ class Service:
         self.status: Status = "loading"
         self.metrics = Metrics(config.served_names[0], self._stats)
         self.created = int(time.time())
+        self.turns = Turns()
+        self.held = HeldBytes(config.limits.max_held_bytes)
         self._engine: EngineClient | None = None
         self._context: ModelContext | None = None
         self._chat: ChatTemplate | None = None
@@ -100,6 +105,12 @@ class Service:
             "model",
             "model_not_found",
         )
+
+    @property
+    def most_in_engine(self) -> int:
+        """Sequences of one request that the engine has at once: what it can run, and a few more."""
+        engine = self.config.engine
+        return engine.max_num_seqs * engine.data_parallel_size + 32
 
     def admit(self, num_sequences: int) -> None:
         """Count sequences in; `release` counts them out.

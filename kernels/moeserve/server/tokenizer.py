@@ -70,7 +70,9 @@ class Tokenizer:
 
     def decode(self, ids: list[int] | tuple[int, ...], skip_special_tokens: bool = True) -> str:
         """Return a whole text; an incomplete character at its end is left out."""
-        raw = b"".join(self.token_bytes(token_id, skip_special_tokens) for token_id in ids)
+        table, size = self.table, len(self.table)
+        left_out = self.special_ids if skip_special_tokens else frozenset()
+        raw = b"".join([table[i] for i in ids if i < size and i not in left_out])
         if self.strips_leading_space and raw.startswith(b" "):
             raw = raw[1:]
         return _utf8("replace").decode(raw)
