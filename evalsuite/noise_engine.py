@@ -1,7 +1,7 @@
 """The embedded model in moeserve's engine, without HTTP: one side of the noise study.
 
 Receives prompts and what to vary; returns greedy replies, or the log-probabilities of given ones.
-Which runs are made of it is `noise_runs.py`; the model in large batches on a CPU is `noise_cpu.py`.
+Which runs are made of it is `noise_runs.py`; the model in torch alone is `noise_torch.py`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class EngineModel:
         """
         from tokenizers import Tokenizer
 
+        from evalsuite.noise_torch import device_name
         from moeserve.engine.config import EngineConfig
         from moeserve.engine.engine import Engine
         from moeserve.tiny import model_dir
@@ -73,7 +74,7 @@ class EngineModel:
         )
         self.config = _varied(config, variant)
         self.engine = Engine(self.config)
-        self.machine = f"{_device_name(device)}, moeserve's engine, {self.config.dtype}"
+        self.machine = f"{device_name(device)}, moeserve's engine, {self.config.dtype}"
 
     def ask(self, order: Sequence[int], number: int) -> dict[int, Reply]:
         """Answer questions greedily, in this order.
@@ -167,13 +168,3 @@ def _varied(config: EngineConfig, variant: str) -> EngineConfig:
     # Not by an entry point: the fault lives in this process alone, and no server can name it.
     cast("dict[str, object]", registry().out_of_tree)[NAME] = FaultyExperts(inner, fault)
     return replace(config, moe_backend=NAME, enforce_eager=True)
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    from moeserve.tiny.measure import machine
-
-    if device == "cpu":
-        return machine()
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"

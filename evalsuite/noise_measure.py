@@ -2,7 +2,7 @@
 
 Receives a folder and a plan; fills the folder and goes on where an earlier call was cut, alone or
 as one of several processes. Every run shuffles the questions anew under another load, as a server
-in fast mode would see them. Who answers is `noise_cpu.py` or `noise_engine.py`; the files are
+in fast mode would see them. Who answers is `noise_torch.py` or `noise_engine.py`; the files are
 `noise_runs.py`, what they show is `noise_study.py`.
 """
 
@@ -35,13 +35,13 @@ VARIANT_REPLAYS = 2
 
 def make_model(plan: RunPlan, variant: str = "clean") -> Model:
     """Who answers under a plan."""
-    if plan.engine:
+    if plan.has_engine:
         from evalsuite.noise_engine import EngineModel
 
-        return EngineModel(variant, plan.num_questions, plan.engine)
-    from evalsuite.noise_cpu import CpuModel
+        return EngineModel(variant, plan.num_questions, plan.device)
+    from evalsuite.noise_torch import TorchModel
 
-    return CpuModel(variant, plan.num_questions, plan.dtype, plan.dither)
+    return TorchModel(variant, plan)
 
 
 def measure(plan: RunPlan, num_runs: int, part: tuple[int, int] = (0, 1)) -> None:
@@ -162,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--runs", type=int, default=0, help="make runs up to this number")
     add("--variants", nargs="*", default=(), help="faults, other backends, 'eager', ...")
     add("--part", type=_part, default=(0, 1), help="K/N: this process makes every N-th")
-    add("--engine", default="", choices=("", "cpu", "cuda"), help="device of moeserve's engine")
+    add("--engine", action="store_true", help="moeserve's engine answers, not torch alone")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--full", type=int, default=100, help="runs that ask every question")
     add("--margin-cut", type=float, default=2.0, help="later runs ask what lies below it")
     add("--questions", type=int, default=1319)
@@ -180,7 +181,8 @@ def main(argv: list[str] | None = None) -> int:
         dither=args.dither,
         num_full=args.full,
         margin_cut=args.margin_cut,
-        engine=args.engine,
+        device=args.device,
+        has_engine=args.engine,
     )
     part, parts = args.part
     measure(plan, args.runs, args.part)

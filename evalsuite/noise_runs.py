@@ -73,12 +73,13 @@ class RunPlan:
         folder: One JSON file a run.
         num_questions: Asked in every run, from the first of the test set.
         num_replayed: Replies of run 0 that some runs and every variant teacher-force.
-        dtype: "bfloat16" or "float32" (on a CPU). In float32 two runs hardly ever differ.
-        dither: Largest relative change of an output of a MoE layer (on a CPU); 0 for none.
+        dtype: "bfloat16" or "float32". In float32 two runs hardly ever differ.
+        dither: Largest relative change of an output of a MoE layer (without an engine); 0 for none.
         num_full: Runs that ask everything; the later ones ask the questions that may turn.
         margin_cut: Those whose smallest margin in run 0 is below this, in logits. The full runs
             show whether others ever do.
-        engine: "" for the model in large batches on a CPU, else the device of moeserve's engine.
+        device: "cpu" or "cuda".
+        has_engine: moeserve's engine answers; else the model in torch, in large batches.
         replay_every: Runs that teacher-force too: every so many.
     """
 
@@ -89,7 +90,8 @@ class RunPlan:
     dither: float = DITHER
     num_full: int = 100
     margin_cut: float = 1.0
-    engine: str = ""
+    device: str = "cpu"
+    has_engine: bool = False
     replay_every: int = 5
 
 

@@ -183,7 +183,7 @@ def test_the_model_itself(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_moeserves_engine_is_a_side_too(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the embedded model needs torch")
-    words = ["--work", str(tmp_path), "--engine", "cpu", "--questions", "12", "--replayed", "6"]
+    words = ["--work", str(tmp_path), "--engine", "--questions", "12", "--replayed", "6"]
     assert measuring([*words, "--runs", "2", "--variants", "noise:0", "experts-zeroed:8"]) == 0
     first, second = load_runs(tmp_path)
     assert first.right == second.right

@@ -118,7 +118,7 @@ class FaultyExperts(Backend):
         Raises:
             ValueError: it does not.
         """
-        if inner.layout != CHECKPOINT or inner.traits.takes != "ids":
+        if inner.layout != CHECKPOINT or inner.traits.takes == "logits":
             raise ValueError(f"backend {inner.name}: a fault needs ids and the checkpoint's layout")
         self.inner, self.fault = inner, fault
         self.traits = replace(

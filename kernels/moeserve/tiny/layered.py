@@ -13,21 +13,22 @@ from torch.nn import functional
 
 from moeserve.moe.backends.base import Backend
 from moeserve.moe.dispatch import MoEKernel, Workspace
+from moeserve.moe.platforms import detect_platform
 from moeserve.moe.routing import route
-from moeserve.moe.spec import MoESpec, MoEWeights, Plan, RoutingSpec
+from moeserve.moe.spec import MoESpec, MoEWeights, Plan, Platform, RoutingSpec
 from moeserve.parallel import Parallel
 from moeserve.tiny.model import Layer, MoE, Routing, TinyConfig, TinyMoE
 
 
-def layer_spec(config: TinyConfig, dtype: torch.dtype) -> MoESpec:
-    """Return one MoE layer of the model as the server's runner would describe it, on a CPU."""
+def layer_spec(config: TinyConfig, dtype: torch.dtype, platform: Platform = "cpu") -> MoESpec:
+    """Return one MoE layer of the model as the server's runner would describe it."""
     return MoESpec(
         config.num_experts,
         config.hidden_size,
         config.expert_width,
         RoutingSpec(config.experts_per_token),
         dtype=dtype,
-        platform="cpu",
+        platform=platform,
     )
 
 
@@ -47,7 +48,8 @@ class ServedMoE(nn.Module):
         plan = Plan(((spec.max_num_tokens, backend.name),), backend.layout, "given")
         experts = {backend.name: backend}
         self.spec, self.router = spec, moe.router.weight
-        self.kernel = MoEKernel(spec, plan, experts, torch.device("cpu"), Parallel(), Workspace())
+        device = self.router.device
+        self.kernel = MoEKernel(spec, plan, experts, device, Parallel(), Workspace())
         E, H, I = spec.num_experts, spec.hidden_size, spec.intermediate_size
         gate, up = (part.weight.data.view(E, I, H) for part in (moe.gate, moe.up))
         w2 = moe.down.weight.data.view(H, E, I).transpose(0, 1).contiguous()
@@ -60,12 +62,16 @@ class ServedMoE(nn.Module):
         logits = functional.linear(x, self.router)
         if routing is not None:
             routing.topk_ids.append(route(logits, self.spec.routing).ids.long())
-        return self.kernel(x, logits, None, self.weights)
+        out = self.kernel(x, logits, None, self.weights)
+        assert isinstance(out, Tensor)  # a sum is left open only where the caller says so
+        return out
 
 
 def with_backend(model: TinyMoE, backend: Backend) -> TinyMoE:
-    """Put a backend into every layer of a model on the CPU, in place; return the model."""
-    spec = layer_spec(model.config, model.embedding.weight.dtype)
+    """Put a backend into every layer of a model, in place, on its device; return the model."""
+    weight = model.embedding.weight
+    platform = detect_platform() if weight.is_cuda else "cpu"
+    spec = layer_spec(model.config, weight.dtype, platform)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         assert isinstance(layer.moe, MoE)

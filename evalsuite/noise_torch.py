@@ -1,18 +1,21 @@
-"""The embedded model in large batches on a CPU, without a server: one side of the noise study.
+"""The embedded model in torch and large batches, without a server: one side of the noise study.
 
-Receives what to vary; returns greedy replies, or the log-probabilities of given ones. Other batches
-change no bit here in bfloat16, so that the output of every MoE layer can be dithered: rounded up or
-down at random, as sums in another order would be on a GPU. On a GPU it is `noise_engine.py`.
+Receives what to vary; returns greedy replies, or the log-probabilities of given ones. On a GPU the
+products outside the experts are cuBLAS's, which takes another kernel for another size of batch: the
+noise that most engines have. On a CPU other batches change no bit in bfloat16, so that the output
+of every MoE layer can be dithered: rounded up or down at random, as sums in another order would be.
+The model in moeserve's own engine is `noise_engine.py`.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from evalsuite.noise_runs import NUM_LOADS, NUM_SHOTS, Reply, Score
-from moeserve.moe.backends.cpu import CpuExperts
+from evalsuite.noise_runs import NUM_LOADS, NUM_SHOTS, Reply, RunPlan, Score
+from moeserve.moe.backends.registry import registry
 from moeserve.tiny import model_dir
 from moeserve.tiny.checkpoint import load_model
 from moeserve.tiny.decode import greedy_replies, reply_logprobs, run_prefix
@@ -27,36 +30,36 @@ BATCH_SIZES = (330, 256, 192, 128, 224, 160)
 REPLAY_SIZES = (16, 24, 12, 20, 14, 18)
 
 
-class CpuModel:
-    """The model with the server's router, dispatch and `cpu` backend in place of its experts."""
+class TorchModel:
+    """The model with the server's router, dispatch and a backend in place of its experts."""
 
-    def __init__(self, variant: str, num_questions: int, dtype: str, dither: float) -> None:
+    def __init__(self, variant: str, plan: RunPlan) -> None:
         """Load it.
 
         Args:
             variant: "clean" or a fault ("noise:0.03").
-            num_questions: Of the test questions, from the first.
-            dtype: "bfloat16" or "float32".
-            dither: Largest relative change of an output of a MoE layer; 0 for none.
+            plan: Questions, device, dtype and dither.
         """
-        self.questions = load_split("test")[:num_questions]
+        self.questions = load_split("test")[: plan.num_questions]
         self.shots = load_split("train")[:NUM_SHOTS]
-        self.model, self.tokenizer = load_model(model_dir(), getattr(torch, dtype))
-        experts = CpuExperts()
+        self.model, self.tokenizer = load_model(model_dir(), getattr(torch, plan.dtype))
+        self.model.to(plan.device)
+        is_cuda = plan.device == "cuda"
+        experts = registry().get("triton" if is_cuda else "cpu")
         is_fault = variant != "clean"
         with_backend(
             self.model, FaultyExperts(experts, parse_fault(variant)) if is_fault else experts
         )
-        self.dither = dither
-        self.generator = torch.Generator()
-        self.machine = f"{machine()}, {dtype}"
-        if dither:
+        self.dither = plan.dither
+        self.generator = torch.Generator(plan.device)
+        self.machine = f"{device_name(plan.device)}, {plan.dtype}"
+        if plan.dither:
             for name, module in self.model.named_modules():
                 if name.endswith(".moe"):
                     module.register_forward_hook(self._dithered)
 
     def _dithered(self, _: object, __: object, out: torch.Tensor) -> torch.Tensor:
-        drawn = torch.rand(out.shape, generator=self.generator)
+        drawn = torch.rand(out.shape, generator=self.generator, device=out.device)
         return (out.float() * (1 + self.dither * (2 * drawn - 1))).to(out.dtype)
 
     def ask(self, order: Sequence[int], number: int) -> dict[int, Reply]:
@@ -69,10 +72,10 @@ class CpuModel:
         return {index: Reply(ids, text, margins) for index, ids, text, margins in rows}
 
     def score(self, replies: Mapping[int, Sequence[int]], number: int) -> dict[int, Score]:
-        """Teacher-force replies, in batches of this run's own size."""
+        """Teacher-force replies, in an order and in batches of this run's own."""
         self.generator.manual_seed(10_000 + number)
         prefix = run_prefix(self.model, self.tokenizer, self.shots)
-        order = list(replies)
+        order = random.Random(number).sample(sorted(replies), len(replies))
         scores = reply_logprobs(
             self.model,
             self.tokenizer,
@@ -82,3 +85,10 @@ class CpuModel:
             REPLAY_SIZES[number % NUM_LOADS],
         )
         return {index: Score(row) for index, row in zip(order, scores, strict=True)}
+
+
+def device_name(device: str) -> str:
+    """What it runs on."""
+    if device == "cpu":
+        return machine()
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
