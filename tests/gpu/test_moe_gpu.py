@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,10 +90,6 @@ def test_random_shapes(seed: int) -> None:
         assert error <= LIMIT, (shape, T, error)
 
 
-SPECIALISED = LayerTiles(
-    Tile(128, 128, 64, 4, 3, group_m=8, is_specialised=True),
-    Tile(128, 256, 64, 4, 3, group_m=8, is_specialised=True),
-)
 DESCRIBED = LayerTiles(
     Tile(128, 128, 64, 8, 3, group_m=8, uses_tma=True, tail_m=32),
     Tile(128, 256, 64, 8, 4, group_m=8, is_persistent=True, uses_tma=True, tail_m=64),
@@ -101,8 +98,14 @@ SWAPPED = LayerTiles(
     Tile(64, 64, 64, 4, 3, group_m=2, is_swapped=True, tail_m=32),
     Tile(32, 128, 64, 4, 3, is_swapped=True, uses_tma=True, tail_m=16),
 )
-MIXED = LayerTiles(SWAPPED.gate_up, SPECIALISED.down)
-PATHS = {"specialised": SPECIALISED, "described": DESCRIBED, "swapped": SWAPPED, "mixed": MIXED}
+ARRANGED = LayerTiles(replace(DESCRIBED.gate_up, is_arranged=True), DESCRIBED.down)
+FLAT = LayerTiles(
+    Tile(128, 128, 64, 8, 3, group_m=8, uses_tma=True, is_arranged=True, is_persistent=True),
+    Tile(64, 128, 64, 4, 3, uses_tma=True, is_persistent=True, programs_per_sm=2),
+)
+PATHS = {
+    "described": DESCRIBED, "arranged": ARRANGED, "flat": FLAT, "swapped": SWAPPED,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -28,15 +28,20 @@ DESCRIBED = LayerTiles(
     Tile(32, 32, 32, 4, 2, group_m=2, uses_tma=True, tail_m=16),
     Tile(32, 32, 32, 4, 2, uses_tma=True, tail_m=16),
 )
-SPECIALISED = LayerTiles(
-    Tile(128, 32, 32, 4, 2, group_m=2, is_specialised=True),
-    Tile(128, 32, 32, 4, 2, is_specialised=True),
+ARRANGED = LayerTiles(
+    Tile(32, 32, 32, 4, 2, group_m=2, uses_tma=True, tail_m=16, is_arranged=True),
+    Tile(32, 32, 32, 4, 2),
 )
-MIXED = LayerTiles(SMALL.gate_up, SPECIALISED.down)
+FLAT = LayerTiles(
+    Tile(32, 32, 32, 4, 2, group_m=2, uses_tma=True, is_arranged=True, is_persistent=True),
+    Tile(32, 32, 32, 4, 2, uses_tma=True, is_persistent=True, programs_per_sm=2),
+)
 GEMV = LayerTiles(GemvTile(8, 32, 4, 1), GemvTile(4, 32, 4, 1))
 PATHS = {"small": SMALL, "swapped": SWAPPED, "tailed": TAILED, "gemv": GEMV}
 # Tensor descriptors want rows of whole 16 bytes, and their blocks are slow to interpret.
-DESCRIPTOR_PATHS = {"described": DESCRIBED, "specialised": SPECIALISED, "mixed": MIXED}
+DESCRIPTOR_PATHS = {
+    "described": DESCRIBED, "arranged": ARRANGED, "flat": FLAT,
+}  # fmt: skip
 ALL_PATHS = {**PATHS, **DESCRIPTOR_PATHS}
 
 
@@ -75,8 +80,6 @@ def run(
     routed: Routed,
     spec: MoESpec,
 ) -> torch.Tensor:
-    if HAS_GPU and any(isinstance(t, Tile) and t.is_specialised for t in vars(tiles).values()):
-        pytest.skip("compiled it takes 16-bit operands: tests/gpu/test_moe_gpu.py")
     monkeypatch.setattr(triton_experts, "tiles_for", lambda call: tiles)
     moved = Routed(
         routed.topk_ids.to(DEVICE),

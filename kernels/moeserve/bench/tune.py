@@ -22,14 +22,13 @@ from triton.runtime.errors import TritonError
 from moeserve.bench.timing import event_time_us, graph_time_us
 from moeserve.moe.tuning import LayerShape, LayerTiles
 from moeserve.triton_kernels import gemv, grouped_gemm
-from moeserve.triton_kernels import grouped_gemm_specialised as specialised
 from moeserve.triton_kernels.gemv import GemvTile
 from moeserve.triton_kernels.grouped_gemm import Tile
+from moeserve.triton_kernels.moe_arrange import arrange
 from moeserve.triton_kernels.moe_buckets import fill_buckets
 
 # Shared memory a program may use on Hopper, 227 KiB, less what the kernel itself needs.
 SHARED_BYTES = 220 * 1024
-SPECIALISED_SHARED_BYTES = 226 * 1024
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -47,7 +46,6 @@ class Inputs:
     out_slots: torch.Tensor
     out: torch.Tensor
     arranged: torch.Tensor
-    plans: list[torch.Tensor]
 
 
 def make_weights(shape: LayerShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +60,7 @@ def make_inputs(
 ) -> Inputs:
     """Fresh tokens and uniform random routing, `sets` of them."""
     w13, w2 = weights
-    ids, router_weights, buckets, plans = [], [], [], []
+    ids, router_weights, buckets = [], [], []
     for _ in range(sets):
         logits = torch.randn(T, shape.E, device="cuda")
         top = torch.topk(torch.softmax(logits, -1), shape.K, dim=-1)
@@ -72,9 +70,6 @@ def make_inputs(
         slots = torch.empty(shape.E, T * shape.K, dtype=torch.int32, device="cuda")
         fill_buckets(ids[-1], counts, slots, num_experts=shape.E)
         buckets.append((counts, slots))
-        size = specialised.plan_size(T * shape.K, shape.E)
-        plans.append(torch.empty(size, dtype=torch.int32, device="cuda"))
-        specialised.arrange(ids[-1], None, plans[-1], buckets[-1], top_k=shape.K)
     return Inputs(
         x=[torch.randn(T, shape.H, device="cuda", dtype=w13.dtype) for _ in range(sets)],
         w13=w13,
@@ -86,7 +81,6 @@ def make_inputs(
         out_slots=torch.empty(T * shape.K, shape.H, device="cuda", dtype=w13.dtype),
         out=torch.empty(T, shape.H, device="cuda", dtype=w13.dtype),
         arranged=torch.empty(T * shape.K, shape.H, device="cuda", dtype=w13.dtype),
-        plans=plans,
     )
 
 
@@ -98,12 +92,22 @@ def num_sets(shape: LayerShape, T: int) -> int:
 
 def gate_up_candidates(rows: float) -> list[Tile]:
     """Tiles of the first GEMM worth trying where an expert gets `rows` rows on average."""
-    return _candidates(rows, num_weight_tiles=2, widths=(32, 64, 128))
+    tiles = _candidates(rows, num_weight_tiles=2, widths=(32, 64, 128))
+    # Tokens in the experts' order cost a copy, which many rows of each weight tile pay for.
+    tiles += [replace(t, is_arranged=True) for t in tiles if t.uses_tma and t.block_m == 128]
+    return tiles
 
 
 def down_candidates(rows: float) -> list[Tile]:
     """The same for the second GEMM, which holds one accumulator and may be wider."""
-    return _candidates(rows, num_weight_tiles=1, widths=(64, 128, 256))
+    tiles = _candidates(rows, num_weight_tiles=1, widths=(64, 128, 256))
+    flat = [
+        replace(t, is_persistent=True, programs_per_sm=programs)
+        for t in tiles
+        if t.uses_tma and t.block_m in (32, 64) and not t.tail_m
+        for programs in (1, 2, 3)
+    ]
+    return tiles + [t for t in flat if _fits(t, 1)]
 
 
 def _candidates(rows: float, num_weight_tiles: int, widths: tuple[int, ...]) -> list[Tile]:
@@ -113,13 +117,11 @@ def _candidates(rows: float, num_weight_tiles: int, widths: tuple[int, ...]) -> 
         tiles += _grid_of(16, widths, (64, 128, 256), (4, 8), (2, 3, 4, 5))
     if 8 <= rows <= 64:
         tiles += _grid_of(32, widths[1:], (64, 128), (4, 8), (2, 3, 4, 5))
-    if 20 <= rows <= 400:
+    if 20 <= rows <= 200:
         tiles += _grid_of(64, widths[1:], (64, 128), (4, 8), (3, 4, 5), group_m=2)
     if rows >= 60:
         # Large row blocks are bound by arithmetic: depth 64, as wide as the registers allow.
         tiles += _grid_of(128, widths[-2:], (64,), (4, 8), (3, 4), group_m=4)
-    if rows >= 90:
-        tiles += _specialised(widths[-2:])
     return [tile for tile in dict.fromkeys(tiles) if _fits(tile, num_weight_tiles)]
 
 
@@ -139,39 +141,29 @@ def _grid_of(
     ]
 
 
-def _specialised(widths: Sequence[int]) -> list[Tile]:
-    """Tiles of the warp-specialised kernels, by order of the row blocks."""
-    grid = itertools.product(widths, (2, 3, 4, 5), (4, 8, 16))
-    return [
-        Tile(specialised.BLOCK_M, n, 64, specialised.NUM_WARPS, s, group_m=g, is_specialised=True)
-        for n, s, g in grid
-    ]
-
-
 def _variants(tile: Tile) -> list[Tile]:
     """Swapped operands, short last blocks, descriptors and persistence, where they can pay."""
     out = [tile]
     if tile.block_m <= 64 and tile.block_n >= 64 and tile.num_stages >= 3:
         out.append(replace(tile, is_swapped=True))
-    if tile.block_m >= 32 and tile.block_n >= 64 and tile.num_stages >= 3:
-        tails = {32: (16,), 64: (32,), 128: (32, 64)}[tile.block_m]
-        out += [replace(t, tail_m=tail) for t in list(out) for tail in tails]
+    if tile.block_m == 128:
+        tails = (0, 32, 64)
+        out = [replace(tile, uses_tma=True, tail_m=t, group_m=g) for t in tails for g in (4, 8)]
+        out += [replace(t, is_persistent=True) for t in list(out) if tile.num_warps == 8]
+    elif tile.block_m >= 32 and tile.block_n >= 64 and tile.num_stages >= 3:
+        tail = {32: 16, 64: 32}[tile.block_m]
+        out += [replace(t, tail_m=tail) for t in list(out)]
         out += [replace(t, uses_tma=True) for t in list(out)]
-    if tile.block_m == 128 and tile.num_warps == 8:
-        out += [replace(t, is_persistent=True) for t in list(out) if t.uses_tma]
-        out += [replace(t, group_m=8) for t in list(out) if t.uses_tma]
     return out
 
 
 def _fits(tile: Tile, num_weight_tiles: int) -> bool:
     per_stage = tile.block_k * 2 * (tile.block_m + num_weight_tiles * tile.block_n)
     accumulators = num_weight_tiles * tile.block_m * tile.block_n
-    if tile.is_specialised:  # half of the tile to be stored lies there too, 2 bytes an element
-        stored = tile.block_m * tile.block_n
-        return per_stage * tile.num_stages + stored <= SPECIALISED_SHARED_BYTES
     # 32-bit accumulators of a thread: past 128 the compiler spills.
     registers = accumulators / (32 * tile.num_warps)
-    return per_stage * tile.num_stages <= SHARED_BYTES and registers <= 128
+    shared = per_stage * tile.num_stages * tile.programs_per_sm
+    return shared <= SHARED_BYTES and registers <= 128
 
 
 def gemv_candidates() -> list[GemvTile]:
@@ -195,30 +187,18 @@ def run_candidate(
                 data.act, data.w2, data.out, data.ids[i], tile,
                 num_experts=shape.E, weights=data.weights[i],
             )  # fmt: skip
-    elif tile.is_specialised:
-        _run_specialised(which, tile, shape, data, i)
     elif which == "gate_up":
+        x = data.x[i]
+        if tile.is_arranged:  # the copy is part of what this tile costs
+            x = data.arranged
+            arrange(data.x[i], x, data.buckets[i], top_k=shape.K)
         grouped_gemm.gate_up(
-            data.x[i], data.w13, data.act, data.buckets[i], tile,
+            x, data.w13, data.act, data.buckets[i], tile,
             top_k=shape.K, activation="silu",
         )  # fmt: skip
     else:
         grouped_gemm.down(
             data.act, data.w2, data.out_slots, data.buckets[i], tile, weights=data.weights[i]
-        )
-
-
-def _run_specialised(which: str, tile: Tile, shape: LayerShape, data: Inputs, i: int) -> None:
-    """The first GEMM with the copy that it needs; the second reads a plan that is there then."""
-    slots = data.buckets[i][1]
-    if which == "gate_up":
-        specialised.arrange(data.x[i], data.arranged, data.plans[i], data.buckets[i], top_k=shape.K)
-        specialised.gate_up(
-            data.arranged, data.w13, data.act, data.plans[i], slots, tile, activation="silu"
-        )
-    else:
-        specialised.down(
-            data.act, data.w2, data.out_slots, data.plans[i], slots, tile, weights=data.weights[i]
         )
 
 

@@ -20,10 +20,10 @@ from moeserve.moe.tuning import (
     load_table,
 )
 from moeserve.triton_kernels import combine, gemv, grouped_gemm, router
-from moeserve.triton_kernels import grouped_gemm_specialised as specialised
 from moeserve.triton_kernels.combine import SlotSum
 from moeserve.triton_kernels.gemv import GemvTile
 from moeserve.triton_kernels.grouped_gemm import Tile
+from moeserve.triton_kernels.moe_arrange import arrange
 from moeserve.triton_kernels.moe_buckets import fill_buckets
 
 # Parts of the workspace start at multiples of this, which vector loads and descriptors want.
@@ -112,13 +112,9 @@ def workspace_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> 
 
 
 def _part_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> tuple[int, ...]:
-    """Counts, slots, activations, rows of H by slot, plan of row blocks.
-
-    The rows hold the tokens in the experts' order, then the outputs.
-    """
+    """Counts, slots, activations, rows of H: tokens in the experts' order, then outputs by slot."""
     E, H, I, K = shape
-    plan = specialised.plan_size(T * K, E) * 4
-    sizes = (E * 4, E * T * K * 4, T * K * I * itemsize, T * K * H * itemsize, plan)
+    sizes = (E * 4, E * T * K * 4, T * K * I * itemsize, T * K * H * itemsize)
     return tuple(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
 
 
@@ -143,7 +139,7 @@ def run_experts(
     if workspace is None or workspace.numel() < sum(parts):
         workspace = torch.empty(sum(parts), dtype=torch.uint8, device=call.x.device)
         call = replace(call, has_clear_counts=False)
-    counts, slots, act, by_slot, plan = torch.split(workspace[: sum(parts)], list(parts))
+    counts, slots, act, by_slot = torch.split(workspace[: sum(parts)], list(parts))
     act = _view(act, call.x.dtype, T * K, I)
     if isinstance(tiles.gate_up, GemvTile) and isinstance(tiles.down, GemvTile):
         if routing is not None:
@@ -162,9 +158,7 @@ def run_experts(
             call.topk_ids, *buckets, num_experts=call.num_experts,
             first_expert=call.first_expert, expert_map=call.expert_map,
         )  # fmt: skip
-    return _run_grouped(
-        call, buckets, act, by_slot, plan.view(torch.int32), (tiles.gate_up, tiles.down)
-    )
+    return _run_grouped(call, buckets, act, by_slot, (tiles.gate_up, tiles.down))
 
 
 def _route(
@@ -204,32 +198,20 @@ def _run_grouped(
     buckets: tuple[torch.Tensor, torch.Tensor],
     act: torch.Tensor,
     by_slot: torch.Tensor,
-    plan: torch.Tensor,
     tiles: tuple[Tile, Tile],
 ) -> torch.Tensor | SlotSum:
-    if tiles[0].is_specialised or tiles[1].is_specialised:
-        specialised.arrange(
-            call.x, by_slot if tiles[0].is_specialised else None, plan, buckets, top_k=call.shape.K
-        )
-    if tiles[0].is_specialised:
-        specialised.gate_up(
-            by_slot, call.w13, act, plan, buckets[1], tiles[0],
-            activation=call.activation, weights_on_input=call.input_weights,
-        )  # fmt: skip
-    else:
-        grouped_gemm.gate_up(
-            call.x, call.w13, act, buckets, tiles[0],
-            top_k=call.shape.K, activation=call.activation, weights_on_input=call.input_weights,
-        )  # fmt: skip
+    x = call.x
+    if tiles[0].is_arranged:
+        x = by_slot
+        arrange(call.x, x, buckets, top_k=call.shape.K)
+    grouped_gemm.gate_up(
+        x, call.w13, act, buckets, tiles[0],
+        top_k=call.shape.K, activation=call.activation, weights_on_input=call.input_weights,
+    )  # fmt: skip
     if call.shape.K == 1:
         # A slot is its token; what no local expert writes has to be zero.
         by_slot = torch.zeros_like(call.x, memory_format=torch.contiguous_format)
-    if tiles[1].is_specialised:
-        specialised.down(
-            act, call.w2, by_slot, plan, buckets[1], tiles[1], weights=call.output_weights
-        )
-    else:
-        grouped_gemm.down(act, call.w2, by_slot, buckets, tiles[1], weights=call.output_weights)
+    grouped_gemm.down(act, call.w2, by_slot, buckets, tiles[1], weights=call.output_weights)
     if call.shape.K == 1:
         return by_slot
     if call.leaves_sum:

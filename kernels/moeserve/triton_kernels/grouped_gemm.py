@@ -25,11 +25,13 @@ from moeserve.triton_kernels.grouped_gemm_kernels import moe_down_kernel, moe_ga
 class Tile:
     """Tile of one grouped GEMM; `is_swapped` puts the weights on the M side of the instruction.
 
-    `is_persistent` launches one program for each multiprocessor and loops over tiles; `uses_tma`
-    reads the weights, and in the second GEMM the activations, through tensor descriptors. An
-    expert's last row block, where it has at most `tail_m` rows, is computed with that many, and not
-    padded to a whole block; 0 turns this off. `is_specialised` is the other kernel,
-    `grouped_gemm_specialised.py`, which takes only the sizes from here.
+    `is_persistent` launches `programs_per_sm` programs for each multiprocessor, which loop over
+    tiles; where all operands come through descriptors and there are no short blocks, a program
+    fetches its next tile while it stores one. `uses_tma` reads the weights, and in the second GEMM
+    the activations, through tensor descriptors. An expert's last row block, where it has at most
+    `tail_m` rows, is computed with that many, and not padded to a whole block; 0 turns this off.
+    `is_arranged` has the first GEMM read tokens, copied into the experts' order by
+    `moe_arrange.py`, through a descriptor.
     """
 
     block_m: int
@@ -42,7 +44,8 @@ class Tile:
     is_persistent: bool = False
     uses_tma: bool = False
     tail_m: int = 0
-    is_specialised: bool = False
+    is_arranged: bool = False
+    programs_per_sm: int = 1
 
 
 ACTIVATION_CODES = {"silu": 0, "swiglu_oai": 1, "relu2": 2}
@@ -58,8 +61,19 @@ def _grid(tile: Tile, num_slots: int, num_local: int, width: int, device: torch.
     tiles = num_row_blocks(num_slots, num_local, tile.block_m) * num_n
     if not tile.is_persistent:
         return tiles
+    return min(tiles, _num_sms(device) * tile.programs_per_sm)
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # interpreted
     num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(tiles, num_sms)
+    return num_sms
+
+
+def _is_flat(tile: Tile, is_described: bool) -> bool:
+    """Whether the loops over tiles and depth can be one, in which loads run ahead of a store."""
+    return tile.is_persistent and tile.uses_tma and is_described and tile.tail_m == 0
 
 
 def _is_tail_swapped(tile: Tile) -> bool:
@@ -69,12 +83,12 @@ def _is_tail_swapped(tile: Tile) -> bool:
 
 def _weight_operand(w: torch.Tensor, tile: Tile) -> object:
     """The flat [rows, k] matrix, or a descriptor of it."""
-    return _operand(w.view(-1, w.shape[-1]), tile.block_n, tile)
+    return _operand(w.view(-1, w.shape[-1]), tile.block_n, tile, tile.uses_tma)
 
 
-def _operand(matrix: torch.Tensor, rows: int, tile: Tile) -> object:
+def _operand(matrix: torch.Tensor, rows: int, tile: Tile, is_described: bool) -> object:
     """A [rows, k] matrix as it is, or a descriptor of blocks of `rows` rows."""
-    if not tile.uses_tma:
+    if not is_described:
         return matrix
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -95,7 +109,7 @@ def gate_up(
     """First grouped GEMM with its activation.
 
     Args:
-        x: [T, H], rows may be strided.
+        x: [T, H], rows may be strided; [T * K, H] in the experts' order where `tile.is_arranged`.
         w13: [E_loc, 2I, H] (or [E_loc, I, H] for "relu2"), contiguous, gate rows first.
         act: [T * K, I], written for every slot listed in `buckets`: the rows of expert 0 in the
             order of its list, then those of expert 1, and so on.
@@ -110,13 +124,16 @@ def gate_up(
     I = act.shape[1]
     is_interpreted = not x.is_cuda
     moe_gate_up_kernel[(_grid(tile, act.shape[0], num_local, I, x.device),)](
-        x, _weight_operand(w13, tile), act, counts, slots,
+        _operand(x, tile.block_m, tile, tile.is_arranged),
+        _operand(x, tile.tail_m or tile.block_m, tile, tile.is_arranged),
+        _weight_operand(w13, tile), act, counts, slots,
         weights_on_input if weights_on_input is not None else x,
         slots.stride(0), x.stride(0), num_local, H, I,
         K=top_k, BLOCK_E=triton.next_power_of_2(num_local),
         BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=tile.group_m,
+        FLAT=_is_flat(tile, tile.is_arranged),
         TAIL=tile.tail_m, TAIL_SWAP=_is_tail_swapped(tile),
-        SWAP=tile.is_swapped, TMA=tile.uses_tma, UPCAST=is_interpreted,
+        SWAP=tile.is_swapped, TMA=tile.uses_tma, ARRANGED=tile.is_arranged, UPCAST=is_interpreted,
         EVEN_N=I % tile.block_n == 0, EVEN_K=H % tile.block_k == 0,
         ACTIVATION=ACTIVATION_CODES[activation],
         WEIGHT_ON_INPUT=weights_on_input is not None, IS_GATED=activation != "relu2",
@@ -147,12 +164,14 @@ def down(
     num_local, H, I = w2.shape
     is_interpreted = not act.is_cuda
     moe_down_kernel[(_grid(tile, act.shape[0], num_local, H, act.device),)](
-        _operand(act, tile.block_m, tile), _operand(act, tile.tail_m or tile.block_m, tile),
+        _operand(act, tile.block_m, tile, tile.uses_tma),
+        _operand(act, tile.tail_m or tile.block_m, tile, tile.uses_tma),
         _weight_operand(w2, tile), out, counts, slots,
         weights if weights is not None else act,
         slots.stride(0), num_local, H, I,
         BLOCK_E=triton.next_power_of_2(num_local),
         BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=tile.group_m,
+        FLAT=_is_flat(tile, True),
         TAIL=tile.tail_m, TAIL_SWAP=_is_tail_swapped(tile),
         SWAP=tile.is_swapped, TMA=tile.uses_tma, UPCAST=is_interpreted,
         EVEN_N=H % tile.block_n == 0, EVEN_K=I % tile.block_k == 0,

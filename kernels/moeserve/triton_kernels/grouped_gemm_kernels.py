@@ -82,10 +82,10 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, w13, act_ptr, bucket_ptr, weights_ptr, first, count, offset, expert, pid_n,
+    x, w13, act_ptr, bucket_ptr, weights_ptr, first, count, offset, expert, pid_n,
     stride_x, H, I,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, ARRANGED: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,6 @@ def _gate_up_tile(
     # Rows past the end are zero: nothing is read for them and nothing is stored.
     is_row = (row < count)[:, None]
     slot = tl.load(bucket_ptr + row, mask=row < count, other=0)
-    x_row = x_ptr + (slot // K).to(tl.int64)[:, None] * stride_x
     rows_per_expert = 2 * I if IS_GATED else I
     gate_row = expert.to(tl.int64) * rows_per_expert + pid_n * BN
     rows_left = I - pid_n * BN
@@ -105,11 +104,14 @@ def _gate_up_tile(
         gate = tl.zeros([BM, BN], tl.float32)
         up = tl.zeros([BM, BN], tl.float32)
     for k in range(0, H, BK):
-        kk = k + tl.arange(0, BK)
-        if EVEN_K:
-            a = tl.load(x_row + kk[None, :], mask=is_row, other=0.0)
+        if ARRANGED:
+            # Rows past the end are another expert's or zero, and their sums are not stored.
+            a = x.load([offset + first, k])
         else:
-            a = tl.load(x_row + kk[None, :], mask=is_row & (kk[None, :] < H), other=0.0)
+            kk = k + tl.arange(0, BK)
+            ptr = x + (slot // K).to(tl.int64)[:, None] * stride_x + kk[None, :]
+            is_in = is_row if EVEN_K else is_row & (kk[None, :] < H)
+            a = tl.load(ptr, mask=is_in, other=0.0)
         g = _load_weights(w13, gate_row, k, H, BN, BK, EVEN_N, EVEN_K, TMA, rows_left)
         gate = _dot(a, g, gate, SWAP, UPCAST)
         if IS_GATED:
@@ -131,35 +133,39 @@ def _gate_up_tile(
 
 @triton.jit(do_not_specialize=["bucket_stride"])
 def moe_gate_up_kernel(
-    x_ptr, w13, act_ptr, counts_ptr, buckets_ptr, weights_ptr,
+    x, x_tail, w13, act_ptr, counts_ptr, buckets_ptr, weights_ptr,
     bucket_stride, stride_x, num_local, H, I,
     K: tl.constexpr, BLOCK_E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TAIL: tl.constexpr, TAIL_SWAP: tl.constexpr,
-    GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUP_M: tl.constexpr, FLAT: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    ARRANGED: tl.constexpr,
+    UPCAST: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, IS_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """X [T, H] gathered by slot, w13 [E_loc, 2I, H] -> act [T * K, I], expert after expert."""
+    """X [T, H] gathered by slot, w13 [E_loc, 2I, H] -> act [T * K, I], expert after expert.
+
+    ARRANGED: x and x_tail are descriptors of tokens that lie in the experts' order, [T * K, H].
+    """
     wait_for_inputs(PDL)
     lane = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + lane, mask=lane < num_local, other=0)
     ends = tl.cumsum((counts + BM - 1) // BM, 0)
     num_m = tl.max(ends, 0)
     num_n = tl.cdiv(I, BN)
-    for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLAT):
         pid_m, pid_n = _tile_position(tile, num_m, num_n, GROUP_M)
         expert, first, count, offset = _owner(ends, counts, lane, pid_m, BM)
         bucket_ptr = buckets_ptr + expert.to(tl.int64) * bucket_stride
         if TAIL > 0 and count - first <= TAIL:
             _gate_up_tile(
-                x_ptr, w13, act_ptr, bucket_ptr, weights_ptr, first, count, offset, expert, pid_n,
-                stride_x, H, I, K, TAIL, BN, BK, TAIL_SWAP, TMA, UPCAST,
+                x_tail, w13, act_ptr, bucket_ptr, weights_ptr, first, count, offset, expert, pid_n,
+                stride_x, H, I, K, TAIL, BN, BK, TAIL_SWAP, TMA, ARRANGED, UPCAST,
                 EVEN_N, EVEN_K, ACTIVATION, WEIGHT_ON_INPUT, IS_GATED,
             )  # fmt: skip
         else:
             _gate_up_tile(
-                x_ptr, w13, act_ptr, bucket_ptr, weights_ptr, first, count, offset, expert, pid_n,
-                stride_x, H, I, K, BM, BN, BK, SWAP, TMA, UPCAST,
+                x, w13, act_ptr, bucket_ptr, weights_ptr, first, count, offset, expert, pid_n,
+                stride_x, H, I, K, BM, BN, BK, SWAP, TMA, ARRANGED, UPCAST,
                 EVEN_N, EVEN_K, ACTIVATION, WEIGHT_ON_INPUT, IS_GATED,
             )  # fmt: skip
 
@@ -208,8 +214,9 @@ def moe_down_kernel(
     bucket_stride, num_local, H, I,
     BLOCK_E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TAIL: tl.constexpr, TAIL_SWAP: tl.constexpr,
-    GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_WEIGHT: tl.constexpr, PDL: tl.constexpr,
+    GROUP_M: tl.constexpr, FLAT: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    UPCAST: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Act [T * K, I], w2 [E_loc, H, I] -> out [T * K, H] by slot, weighted in float32."""
     wait_for_inputs(PDL)
@@ -218,7 +225,7 @@ def moe_down_kernel(
     ends = tl.cumsum((counts + BM - 1) // BM, 0)
     num_m = tl.max(ends, 0)
     num_n = tl.cdiv(H, BN)
-    for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLAT):
         pid_m, pid_n = _tile_position(tile, num_m, num_n, GROUP_M)
         expert, first, count, offset = _owner(ends, counts, lane, pid_m, BM)
         bucket_ptr = buckets_ptr + expert.to(tl.int64) * bucket_stride
