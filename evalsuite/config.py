@@ -153,6 +153,11 @@ class EvalConfig(Strict):
         return self.accuracy_threshold - self.tolerance
 
     @property
+    def sampling(self) -> dict[str, float]:
+        """What every request carries besides its prompt and the task's stop strings."""
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+
+    @property
     def has_remote_code(self) -> bool:
         """Whether the file trusts the model's own Python code, by key or by flag."""
         return self.trust_remote_code or has_switch(self.server_args, TRUST_FLAGS)

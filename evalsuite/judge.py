@@ -27,8 +27,6 @@ from evalsuite.remarks import remarks
 from evalsuite.stats.proportion import binomial_se, wilson_interval
 from evalsuite.verdict import Status, Verdict
 
-# What every request carried, besides its prompt and the task's stop strings.
-SAMPLING = ("max_tokens", "temperature", "seed")
 # Flips kept in a verdict with both replies; the ledger and the baseline have them all.
 MAX_FLIPS = 200
 
@@ -129,10 +127,7 @@ def _undecided(
         engine=context.engine,
         duration_s=context.duration_s,
         startup_s=context.startup_s,
-        detail={
-            "sampling": {name: getattr(config, name) for name in SAMPLING},
-            **({"model_revision": context.model_revision} if context.model_revision else {}),
-        },
+        detail={"sampling": config.sampling, "model_revision": context.model_revision},
     )
 
 
