@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 
+from evalsuite.engines import vllm_profile
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.engines.declared import declared_backend, served_model
 from evalsuite.engines.embedded import model_argument
@@ -72,6 +73,10 @@ class Vllm:
         env.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(limit_s))
         if config.startup_rpc_checks:
             env.setdefault("VLLM_SERVER_DEV_MODE", "1")
+        if vllm_profile.is_wanted(job):
+            words, variables = vllm_profile.launch_words(job, self.version())
+            args += words
+            env |= variables
         return LaunchSpec(
             argv=(*head, "serve", model, *args),
             env=env,
@@ -86,14 +91,20 @@ class Vllm:
         return "engine vllm: no vllm on the PATH or in this environment (pip install vllm)"
 
     def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
-        """Read the log."""
+        """Read the log, and profile a request where the config asks for level "executed"."""
         lines = backend_lines(log_text)
         names = list(dict.fromkeys(name for name, _ in lines))
+        detail: dict[str, object] = {"log_lines": [line for _, line in lines]} if lines else {}
+        executed = ""
+        if vllm_profile.is_wanted(job):
+            executed, seen = vllm_profile.executed_backend(job, base_url, served_model(job))
+            detail |= seen
         return BackendEvidence(
             declared=declared_backend(job),
             logged="+".join(names),
+            executed=executed,
             ignored_switches=ignored_switches(log_text, job),
-            detail={"log_lines": [line for _, line in lines]} if lines else {},
+            detail=detail,
         )
 
 
