@@ -7,6 +7,7 @@ import torch
 
 from moeserve.moe.reference import reference_routing
 from moeserve.moe.spec import RoutingSpec
+from moeserve.triton_kernels import moe_buckets
 from moeserve.triton_kernels.moe_buckets import fill_buckets
 from moeserve.triton_kernels.router import route
 
@@ -135,3 +136,39 @@ def test_buckets_from_ids_with_a_map_skip_strangers_and_minus_one() -> None:
     assert slots[0, :1].tolist() == [3]
     assert slots[1, :1].tolist() == [5]
     assert sorted(slots[2, :2].tolist()) == [1, 4]
+
+
+@pytest.mark.parametrize("most", [0, 10**6], ids=["counted", "scanned"])
+@pytest.mark.parametrize("kind", ["spread", "one takes all", "nobody's"])
+def test_buckets_of_many_experts(monkeypatch: pytest.MonkeyPatch, most: int, kind: str) -> None:
+    """Both ways of listing, 288 experts: every valid slot once, nothing past the counts."""
+    monkeypatch.setattr(moe_buckets, "SCAN_SLOTS", most)
+    E, T, K = 288, 50, 6
+    torch.manual_seed(7)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
+    ids[torch.rand(T, K) < 0.2] = -1
+    if kind == "one takes all":
+        ids[:] = 287
+    elif kind == "nobody's":
+        ids[:] = -1
+    counts = torch.full((E,), 99, dtype=torch.int32, device=DEVICE)
+    slots = torch.full((E, T * K), -7, dtype=torch.int32, device=DEVICE)
+    fill_buckets(ids.to(DEVICE), counts, slots, num_experts=E)
+    for e in range(E):
+        want = (ids.flatten() == e).nonzero().flatten().tolist()
+        listed = slots[e, : counts[e]].tolist()
+        assert sorted(listed) == want
+        assert most == 0 or listed == want
+        assert (slots[e, counts[e] :] == -7).all()
+
+
+@pytest.mark.parametrize("E", [128, 256])
+def test_a_row_of_nan_names_the_first_k(E: int) -> None:
+    rows = torch.randn(3, E)
+    rows[1] = NAN
+    weights, ids = route(rows.to(DEVICE), RoutingSpec(8))
+    assert ids[1].tolist() == list(range(8))
+    assert weights[1].tolist() == [0.125] * 8
+    alone, alone_ids = route(rows[[0, 2]].to(DEVICE), RoutingSpec(8))
+    assert torch.equal(ids[[0, 2]], alone_ids)
+    assert torch.equal(weights[[0, 2]], alone)
