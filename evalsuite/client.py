@@ -41,6 +41,7 @@ class Reply:
         retry_errors: "Type: message" of each failed attempt, in order.
         token_ids: Token ids of the completion where the server returns them.
         token_logprobs: Log-probabilities of the completion's tokens where asked for.
+        model: What the server says has answered, "" where it does not.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Reply:
     retry_errors: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class Client:
                 retry_errors=outcome.retry_errors,
                 token_ids=choice.token_ids,
                 token_logprobs=choice.token_logprobs,
+                model=choice.model,
             )
             for choice in outcome.content
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # How engines say that they gave a request up (vLLM and SGLang: "abort"), and gateways that they
@@ -63,6 +63,7 @@ class Choice:
     completion_tokens: int
     token_ids: tuple[int, ...]
     token_logprobs: tuple[float, ...]
+    model: str = ""
 
 
 def build_body(settings: SamplingSettings, prompts: Sequence[str]) -> bytes:
@@ -131,7 +132,8 @@ def parse_choices(
         # Usage is per request: it is booked on the first prompt, so that sums stay right.
         tokens = (prompt_tokens, completion_tokens) if position == 0 else (0, 0)
         result.append(_choice(choice, is_chat, tokens, has_logprobs))
-    return result
+    model = data.get("model")
+    return [replace(choice, model=model) if isinstance(model, str) else choice for choice in result]
 
 
 def _by_index(choices: list[dict[str, Any]], num_prompts: int) -> list[dict[str, Any]]:

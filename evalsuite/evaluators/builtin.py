@@ -19,7 +19,13 @@ from evalsuite.errors import ConfigError
 from evalsuite.evaluators.aggregate import Circumstances, Plan, aggregate
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress, asked_for
 from evalsuite.evaluators.limits import Patience, allow_sockets
-from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
+from evalsuite.evaluators.records import (
+    Place,
+    answered_record,
+    failed_record,
+    ledger_head,
+    strangers,
+)
 from evalsuite.evaluators.settled import Settled
 from evalsuite.ledger import Ledger
 from evalsuite.retries import RetryPolicy
@@ -55,6 +61,7 @@ class _Run:
     shown: float = 0.0
     stopped: str = ""
     patience: Patience = field(default_factory=Patience)
+    models: set[str] = field(default_factory=set)
     in_flight: dict[int, list[_Question]] = field(default_factory=dict)
 
 
@@ -112,6 +119,7 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
             asyncio.run(_drive(run, concurrency))
         _show(run, is_last=True)
         duration = time.perf_counter() - run.started
+        notes += strangers(request.served_model, run.models)
         plan = _plan(task, metric, samples, request.repeats)
         return aggregate(
             plan, ledger.records, Circumstances(duration, len(kept), run.stopped, notes)
@@ -238,6 +246,7 @@ def _book(
             failed += 1
         else:
             record = answered_record(run.task, question.place, outcome[position])
+            run.models.add(outcome[position].model)
             is_right = record.scores[run.metric] == "correct"
             correct += is_right
         run.settled.note((question.place.index, question.place.repeat), is_right)

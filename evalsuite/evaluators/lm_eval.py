@@ -28,7 +28,13 @@ from evalsuite.evaluators.limits import Patience
 from evalsuite.evaluators.lm_eval_form import find_form
 from evalsuite.evaluators.lm_eval_job import worker_job, write_task
 from evalsuite.evaluators.lm_eval_worker import WorkerJob
-from evalsuite.evaluators.records import Place, answered_record, failed_record, ledger_head
+from evalsuite.evaluators.records import (
+    Place,
+    answered_record,
+    failed_record,
+    ledger_head,
+    strangers,
+)
 from evalsuite.ledger import Ledger, LedgerRecord
 from evalsuite.tasks.base import DataSource, Task, TaskSettings
 from evalsuite.tasks.gsm8k_cot import lm_eval_task_file
@@ -55,6 +61,7 @@ class _Run:
     prompt_hash: str = ""
     version: str = ""
     patience: Patience = field(default_factory=Patience)
+    models: set[str] = field(default_factory=set)
     records: dict[tuple[int, int], LedgerRecord] = field(default_factory=dict)
 
 
@@ -113,6 +120,7 @@ def evaluate(request: EvaluationRequest) -> EvalResult:
                 duration_s=time.perf_counter() - run.started,
                 reused=run.progress.reused,
                 stopped=run.stopped,
+                notes=strangers(request.served_model, run.models),
             ),
         )
 
@@ -226,7 +234,9 @@ def _take_outcome(run: _Run, event: dict[str, Any]) -> None:
             latency_s=event["latency_s"],
             retries=len(errors),
             retry_errors=errors,
+            model=event["model"],
         )
+        run.models.add(reply.model)
         outcome: tuple[Reply, ...] | RequestFailure = (reply,)
         record = answered_record(run.task, place, reply)
     else:

@@ -67,6 +67,22 @@ def status_of(text: str, finish_reason: str) -> Status:
     return "truncated" if finish_reason == "length" else "answered"
 
 
+def strangers(asked: str, models: set[str]) -> tuple[str, ...]:
+    """A note where replies name another model than was asked: a gateway may have switched.
+
+    Args:
+        asked: Served model name of the requests.
+        models: What replies said; "" for nothing.
+    """
+    # With and without the owner's or a folder's name is the same model.
+    others = sorted(
+        name for name in models if name and name.split("/")[-1] != asked.rstrip("/").split("/")[-1]
+    )
+    if not others:
+        return ()
+    return (f"replies name the model {', '.join(map(repr, others))}, asked was {asked!r}",)
+
+
 def failed_record(place: Place, failure: RequestFailure) -> LedgerRecord:
     """Put a failure on record: no text, no score."""
     return LedgerRecord(

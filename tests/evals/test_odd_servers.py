@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[Action, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("evaluator", ["builtin", "lm-eval"])
+@pytest.mark.parametrize("evaluator", ["builtin", pytest.param("lm-eval", marks=pytest.mark.slow)])
 def test_no_fault_of_a_reply_is_an_answer(tmp_path: Path, evaluator: str) -> None:
     """One question for each fault; every other question is answered rightly."""
     num_questions = 2 * len(FAULTS)
@@ -318,6 +318,27 @@ def test_the_report_says_on_which_questions_the_right_reading_differs(tmp_path: 
     assert f"gold\n{gold}, last-number reads 5{gold}, numeric reads 5{gold}</span>" in page
     # The raw reply stands below.
     assert f"<pre>#### 5{gold}</pre>" in page
+
+
+@pytest.mark.parametrize("evaluator", ["builtin", pytest.param("lm-eval", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("named", "note"),
+    [("gpt-x", ["replies name the model 'gpt-x', asked was 'fake'"]), ("org/fake", []), (5, [])],
+)
+def test_replies_of_another_model_are_remarked(
+    tmp_path: Path, evaluator: str, named: object, note: list[str]
+) -> None:
+    if evaluator == "lm-eval":
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    targets = {sample.prompt: sample.target for sample in known()}
+
+    def script(request: Request) -> Action:
+        choice = {**CHOICE, "text": f"#### {targets[request.prompts[0]]}"}
+        return body({"model": named, "choices": [choice]})
+
+    verdict, _, _ = run(tmp_path, script, evaluator=evaluator)
+    assert verdict.status is Status.PASS
+    assert [warning for warning in verdict.warnings if "replies name" in warning] == note
 
 
 def test_a_prompt_too_long_is_the_users_to_mend(tmp_path: Path) -> None:
