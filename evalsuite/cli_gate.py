@@ -1,6 +1,6 @@
 """The commands around a verdict: `baseline`, `calibrate`, `replay`, `compare`.
 
-Declares their options and finds the job; what they do is in `cli_stats.py` and
+Declares their options and finds the job; what they do is in `cli_baseline.py`, `cli_stats.py` and
 `cli_calibrate.py`, imported when one is called. Returns exit codes as `evalsuite run` does.
 """
 
@@ -78,7 +78,8 @@ def _find(name: str, where: _Where) -> tuple[EvalJob, RunOptions]:
 @baseline.command(name="save")
 def baseline_save(
     job: str = _JOB,
-    run: str = typer.Option(..., "--run", metavar="RUN", help="Folder of a finished run."),
+    run: str = typer.Option(None, "--run", metavar="RUN", help="Folder of a finished run."),
+    repeats: int = typer.Option(None, "--repeats", help="Ask anew, so often, in place of --run."),
     baselines: str = _BASELINES,
     configs_root: str = _ROOT,
     model_revision: str = typer.Option("", "--model-revision", help="Revision of the weights."),
@@ -86,17 +87,29 @@ def baseline_save(
     engine: str = _ENGINE,
     base_url: str = _BASE_URL,
     data_dir: str = _DATA,
+    results: str = _RESULTS,
 ) -> int:
-    """Save a job of a finished run; it counts once it is approved."""
-    from evalsuite import cli_stats
+    """Save a job of a finished run, or of repeats on one warm server; approve makes it count."""
+    from evalsuite import cli_baseline
+    from evalsuite.run_folder import new_folder
+    from evalsuite.session import interrupt_on_sigterm
 
+    if (run is None) == (repeats is None):
+        raise ConfigError("baseline save: give --run RUN, or --repeats N to ask anew")
     found, options = _find(job, _Where(configs_root, engine, base_url, data_dir))
-    return cli_stats.baseline_save(
+    interrupt_on_sigterm()
+    needs_server = run is None or replays
+    return cli_baseline.baseline_save(
         found,
-        Path(run),
-        Path(baselines),
-        model_revision=model_revision,
-        replay_with=options if replays else None,
+        options,
+        cli_baseline.SaveWish(
+            Path(baselines),
+            Path(run) if run is not None else None,
+            1 if repeats is None else repeats,
+            model_revision,
+            replays,
+            new_folder(Path(results) / "baseline").path if needs_server else Path(results),
+        ),
     )
 
 
@@ -107,9 +120,9 @@ def baseline_show(
     baselines: str = _BASELINES,
 ) -> int:
     """Print the approved baselines of a job, or one of its saved ones."""
-    from evalsuite import cli_stats
+    from evalsuite import cli_baseline
 
-    return cli_stats.baseline_show(job, Path(baselines), name)
+    return cli_baseline.baseline_show(job, Path(baselines), name)
 
 
 @baseline.command(name="diff")
@@ -119,9 +132,9 @@ def baseline_diff(
     baselines: str = _BASELINES,
 ) -> int:
     """Print how a saved baseline differs from the current one, and from the anchor."""
-    from evalsuite import cli_stats
+    from evalsuite import cli_baseline
 
-    return cli_stats.baseline_diff(job, Path(baselines), name)
+    return cli_baseline.baseline_diff(job, Path(baselines), name)
 
 
 @baseline.command(name="approve")
@@ -132,9 +145,9 @@ def baseline_approve(
     move_anchor: bool = typer.Option(False, "--move-anchor", help="Pin the anchor to it too."),
 ) -> int:
     """Make a saved baseline the current one."""
-    from evalsuite import cli_stats
+    from evalsuite import cli_baseline
 
-    return cli_stats.baseline_approve(job, Path(baselines), name, move_anchor=move_anchor)
+    return cli_baseline.baseline_approve(job, Path(baselines), name, move_anchor=move_anchor)
 
 
 def calibrate(

@@ -1,8 +1,8 @@
-"""Entry functions of `evalsuite baseline`, `compare` and `replay`.
+"""Entry functions of `evalsuite compare` and `replay`.
 
-Receives parsed options from `cli.py`, prints, returns an exit code. The logic is in
-`baseline.py`, `baseline_store.py`, `compare.py` and `replay.py`; servers come from `warm.py`.
-`calibrate` is `cli_calibrate.py`.
+Receives parsed options from `cli.py`, prints, returns an exit code. The logic is in `compare.py`
+and `replay.py`; servers come from `warm.py`. `baseline` is `cli_baseline.py`, `calibrate`
+`cli_calibrate.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evalsuite import baseline_store, compare, replay
-from evalsuite.baseline import Baseline, digest, identity_of, make_baseline, with_logprobs
+from evalsuite.baseline import Baseline, digest
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
 from evalsuite.evaluators.base import EvalResult
@@ -64,92 +64,6 @@ def finished_job(run_dir: Path, job_id: str) -> FinishedJob:
         )
     path = run_dir / "questions" / ledger_name(job_id)
     return FinishedJob(found[0], found[0].result, read_questions(path) if path.is_file() else [])
-
-
-def baseline_save(
-    job: EvalJob,
-    run_dir: Path,
-    root: Path,
-    *,
-    model_revision: str = "",
-    replay_with: RunOptions | None = None,
-) -> int:
-    """Save a job of a finished run as a baseline; it counts once it is approved.
-
-    Args:
-        job: The job as its file says now; its settings become the baseline's identity.
-        run_dir: Folder of the run.
-        root: The `baselines/` folder.
-        model_revision: Revision or hash of the weights, "" for what the run saw.
-        replay_with: With it a server is started and every answer is teacher-forced twice, so
-            that the baseline holds log-probabilities and their noise.
-    """
-    done = finished_job(run_dir, job.id)
-    revision = model_revision or str(done.verdict.detail.get("model_revision", ""))
-    made = make_baseline(
-        identity_of(job.config, done.result, revision),
-        done.result,
-        done.records,
-        engine=done.verdict.engine,
-        hardware=done.verdict.hardware,
-        commit=done.verdict.commit,
-    )
-    if replay_with is not None:
-        with WarmServer(job, replay_with, run_dir / "replay") as warm:
-            first, second = (_score_baseline(warm, job, made, replay_with, i) for i in range(2))
-        logprobs = {index: scored.logprobs for index, scored in first.items()}
-        again = {index: scored.logprobs for index, scored in second.items()}
-        made = with_logprobs(made, logprobs, replay.noise_between(logprobs, again), again)
-    path = baseline_store.save(root, job.id, made)
-    command = f"evalsuite baseline approve {job.id} {path.stem[:12]}"
-    say(baseline_store.describe(made), f"saved {path}", f"it counts after: {command}")
-    return EXIT_OK
-
-
-def baseline_show(job_id: str, root: Path, name: str = "") -> int:
-    """Print the approved baselines of a job, or the one whose digest begins with `name`."""
-    folder = baseline_store.job_folder(root, job_id)
-    if name:
-        say(baseline_store.describe(baseline_store.load(baseline_store.find(folder, name))))
-        return EXIT_OK
-    approved = baseline_store.read_approved(folder)
-    for kind in ("current", "previous", "anchor"):
-        wanted = getattr(approved, kind)
-        if wanted:
-            loaded = baseline_store.load(folder / f"{wanted}.json")
-            say(f"{kind}:", baseline_store.describe(loaded), "")
-        else:
-            say(f"{kind}: none", "")
-    return EXIT_OK
-
-
-def baseline_diff(job_id: str, root: Path, name: str) -> int:
-    """Print how the saved baseline `name` differs from the current one, and from the anchor."""
-    folder = baseline_store.job_folder(root, job_id)
-    new = baseline_store.load(baseline_store.find(folder, name))
-    approved = baseline_store.read_approved(folder)
-    if not approved.current:
-        say("no approved baseline yet; the saved one is:", baseline_store.describe(new))
-        return EXIT_OK
-    for kind in dict.fromkeys(("current", "anchor")):
-        digest_of = getattr(approved, kind)
-        if kind == "anchor" and digest_of in ("", approved.current):
-            continue
-        old = baseline_store.load(folder / f"{digest_of}.json")
-        say(f"against the {kind} {digest_of[:12]}:", baseline_store.describe_diff(old, new), "")
-    return EXIT_OK
-
-
-def baseline_approve(job_id: str, root: Path, name: str, *, move_anchor: bool = False) -> int:
-    """Make the saved baseline `name` the current one; the anchor stays unless asked."""
-    folder = baseline_store.job_folder(root, job_id)
-    approved = baseline_store.approve(folder, name, move_anchor=move_anchor)
-    say(
-        f"current  {approved.current}",
-        f"previous {approved.previous or 'none'}",
-        f"anchor   {approved.anchor}",
-    )
-    return EXIT_OK
 
 
 def compare_runs(
@@ -215,8 +129,8 @@ def replay_job(
     old = {i: answer.logprobs_again for i, answer in baseline.answers.items()}
     is_paired = any(old.values())
     with WarmServer(job, options, folder) as warm:
-        scored = _score_baseline(warm, job, baseline, options, 0)
-        twice = _score_baseline(warm, job, baseline, options, 1) if is_paired else {}
+        scored = score_baseline(warm, job, baseline, options, 0)
+        twice = score_baseline(warm, job, baseline, options, 1) if is_paired else {}
         explained = _explain(warm, job, baseline, options, wanted.run_dir, scored)
     after = {index: one.logprobs for index, one in scored.items()}
     again = (old, {index: one.logprobs for index, one in twice.items()}) if is_paired else None
@@ -230,7 +144,7 @@ def replay_job(
     return codes.get(outcome.status, EXIT_OK)
 
 
-def _score_baseline(
+def score_baseline(
     warm: WarmServer, job: EvalJob, baseline: Baseline, options: RunOptions, number: int
 ) -> dict[int, Scored]:
     """Teacher-force every answer, in an order of its own.

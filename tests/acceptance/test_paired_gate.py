@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from run_helpers import HARDWARE, REPOSITORY
 
+from evalsuite import baseline_store as store
 from evalsuite.report.json_report import read
 from evalsuite.verdict import Status, Verdict
 
@@ -119,3 +120,33 @@ def test_a_faulty_build_is_refused(tmp_path: Path) -> None:
     flips = verdict.detail["flips"]
     assert isinstance(flips, list)
     assert {flip["index"] for flip in flips} >= set(verdict.detail["lost"])  # type: ignore[call-overload]
+
+
+def test_a_baseline_of_several_repeats(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    few = {"num_questions": 12, "provenance": {"source": "test", "num_questions": 12}}
+    folder.write(server_args="--moe-backend cpu", **few)
+    for words in ([], ["--run", "x", "--repeats", "2"], ["--repeats", "0"]):
+        refused = folder.call("baseline", "save", "s/tiny", *words)
+        assert refused.returncode == 4, refused.stdout + refused.stderr
+        assert "--repeats" in refused.stderr
+    saved = folder.call("baseline", "save", "s/tiny", "--repeats", "2", "--replay")
+    assert saved.returncode == 0, saved.stdout + saved.stderr
+    assert "over 2 repeat(s)" in saved.stdout
+    assert "logprobs    12 of 12 answers" in saved.stdout
+    (path,) = (tmp_path / "baselines").glob("*/*.json")
+    made = store.load(path)
+    assert made.repeats == 2
+    assert {len(answer.outcomes) for answer in made.answers.values()} == {2}
+    assert made.identity.model_revision.startswith("files:")
+    for answer in made.answers.values():
+        assert len(answer.logprobs) == len(answer.logprobs_again) > 10
+        assert answer.logprob_noise is not None
+        assert answer.logprob_noise < 1e-5
+    assert folder.call("baseline", "approve", "s/tiny", path.stem[:12]).returncode == 0
+    # Another prompt, and sampling: both are named.
+    folder.write(server_args="--moe-backend cpu", **{**few, "num_fewshot": 4, "temperature": 0.5})  # type: ignore[arg-type]
+    code, verdict, _ = folder.run()
+    assert (code, verdict.status) == (4, Status.ERROR)
+    for part in ("prompt_hash", "sampling.num_fewshot: 5 -> 4", "sampling.temperature: 0.0 -> 0.5"):
+        assert part in verdict.reason
