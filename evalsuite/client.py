@@ -134,32 +134,44 @@ class _AttemptError(Exception):
 
 
 class Client:
-    """One session to one server. The caller bounds how many `ask` run at the same time."""
+    """One client of one server. The caller bounds how many `ask` run at the same time.
+
+    First attempts share kept-alive connections. A repeat opens one of its own: a busy client may
+    find several kept ones closed in a row, and would spend every attempt on them.
+    """
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
         self._url = settings.root + settings.sampling.route
-        self._session: aiohttp.ClientSession | None = None
+        self._first: aiohttp.ClientSession | None = None
+        self._repeats: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
-        """Open the session; sockets are opened as requests need them."""
+        """Open the sessions; sockets are opened as requests need them."""
+        # No limit here: waiting for a free connection would count against the request.
+        self._first = self._session(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        )
+        self._repeats = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+        return self
+
+    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.settings.api_key:
             headers["Authorization"] = f"Bearer {self.settings.api_key}"
-        self._session = aiohttp.ClientSession(
-            # No limit here: waiting for a free connection would count against the request.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        return aiohttp.ClientSession(
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=self.settings.timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=headers,
             trust_env=not self.settings.is_loopback,
         )
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         """Close every socket."""
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._first, self._repeats):
+            if session is not None:
+                await session.close()
 
     async def ask(self, body: bytes, num_prompts: int = 1) -> tuple[Reply, ...] | RequestFailure:
         """Post one body until it is answered or the attempts are used up.
@@ -218,7 +230,7 @@ class Client:
         while True:
             sent = time.perf_counter()
             try:
-                content = await self._post(body, read)
+                content = await self._post(self._repeats if errors else self._first, body, read)
             except _AttemptError as failed:
                 message = one_line(failed.message, self.settings.api_key)
                 errors.append(message)
@@ -232,17 +244,22 @@ class Client:
                 continue
             return Exchange(content, time.perf_counter() - sent, tuple(errors))
 
-    async def _post(self, body: bytes, read: Callable[[bytes], Content]) -> Content:
+    async def _post(
+        self,
+        session: aiohttp.ClientSession | None,
+        body: bytes,
+        read: Callable[[bytes], Content],
+    ) -> Content:
         """Run one attempt.
 
         Raises:
             _AttemptError: Whatever went wrong, with a message that is never blank.
         """
-        if self._session is None:
+        if session is None:
             raise RuntimeError("Client is used outside `async with`")
         try:
             # A redirect would turn the POST into a GET, or take the key elsewhere.
-            async with self._session.post(self._url, data=body, allow_redirects=False) as response:
+            async with session.post(self._url, data=body, allow_redirects=False) as response:
                 payload = await read_bounded(response)
         except TimeoutError as error:
             limit = f"no full reply within {self.settings.timeout_s:g} s"

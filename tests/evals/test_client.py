@@ -104,6 +104,32 @@ def test_server_errors_are_retried_counted_and_listed() -> None:
     assert reply.retry_errors == ("HTTP 500: out of luck", "HTTP 500: out of luck")
 
 
+def test_a_repeat_goes_by_a_connection_of_its_own() -> None:
+    """Kept connections may all be closed by now; repeats must not be spent on finding that out."""
+
+    def script(request: Request) -> Action:
+        return error(500, "x") if request.attempt < 2 else Action(("18",))
+
+    with FakeServer(script) as server:
+        assert replies(ask(server))[0].retries == 2
+        assert server.connections == 3
+    closing = [request.headers.get("connection") for request in server.requests]
+    assert closing == [None, "close", "close"]
+
+
+def test_first_attempts_share_a_connection() -> None:
+    with FakeServer(lambda request: Action(("18",))) as server:
+        settings = ClientSettings(server.url, SAMPLING, 10.0, FAST)
+
+        async def run() -> None:
+            async with Client(settings) as client:
+                for prompt in ("a", "b", "c"):
+                    replies(await client.ask(build_body(SAMPLING, [prompt])))
+
+        asyncio.run(run())
+        assert (len(server.requests), server.connections) == (3, 1)
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_what_may_pass_is_tried_again_and_then_given_up(status: int) -> None:
     with FakeServer(lambda request: error(status, "busy")) as server:
