@@ -34,6 +34,8 @@ def served_model(folder: Path, *args: str) -> Iterator[str]:
         server = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+    # Its process group, for who weighs it.
+    (folder / "pid").write_text(str(server.pid))
     try:
         yield _wait_ready(server, port_file, log)
     finally:

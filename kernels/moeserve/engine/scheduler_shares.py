@@ -5,13 +5,14 @@ what each connection may have of it. It looks at requests alone, never at a cloc
 the same requests decide alike.
 
 A step of T tokens is taken to cost F + T (F: what a step costs before its first token). Parties are
-clients (API key or address); where there is one client, its connections. With C parties at work,
-those that want as little as the least one run in every step. For each such step, which would cost
-F + x without the rest, the rest together may spend a part of (C−1)·(F+x), as if they ran steps of
-their own: a quarter among clients, so that one that wants little keeps four fifths of the engine
-beside one that asks for everything; a half among connections of one client, in larger pieces, since
-what they lose in speed is the client's own. Half of the rate is then still there when the front,
-the network and the processor's caches have taken their part.
+clients (API key or address); where there is one client, its connections. Of C parties at work some
+run in every step: the client that wants as little as x, the least; every connection with one
+sequence. For each such step, which would cost F + x without the rest, the rest together may spend a
+part of (C−1)·(F+x), as if they ran steps of their own: a quarter among clients, so that one that
+wants little keeps four fifths of the engine beside one that asks for everything; a half among
+connections of one client, in larger pieces, since what they lose in speed is the client's own. Half
+of the rate is then still there when the front, the network and the processor's caches have taken
+their part.
 
 A party that has just gone counts for a while: whoever asks again and again is absent between two
 requests, and must not find a step under way that fills the machine. What another client computes in
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 MEMORY_STEPS = 64
 # What a client had in a step counts as this much at most.
 _MOST_NOTED = 16
+# Prompt tokens of a step beside tokens of other connections, in F: 256 on a CPU, which take as long
+# each as those of a step of 2048.
+_CALM_STEP = 64
 # The least party counts with at most this many times F: a prompt found in the cache wants less than
 # its length, and must not make room for as many tokens of others.
 _MOST_LEAST = 4
@@ -199,11 +203,16 @@ class Shares:
         if parties.num_all < 2 or not parties.flows:
             return budget
         least = 1 if parties.num_absent else max(1, min(map(demand_of, parties.flows)))
-        light = [party for party in parties.flows if demand_of(party) <= least]
         if parties.rule is self._among_clients:
+            light = [party for party in parties.flows if demand_of(party) <= least]
             light = self._with_least_use(light, parties)
+        else:
+            light = [party for party in parties.flows if party[0].num_open == 1]
         heavy = [party for party in parties.flows if party not in light]
         if not heavy:
+            # One long prompt must not hold up the others' tokens for the time of a whole step.
+            return min(budget, _CALM_STEP * self._among_clients.fair_tokens + len(running))
+        if not light and not parties.num_absent:
             return budget
         rule = parties.rule
         light_step = rule.fair_tokens + min(least, _MOST_LEAST * rule.fair_tokens)

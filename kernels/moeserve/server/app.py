@@ -116,7 +116,9 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def on_no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
-        return answer(HttpError(error.status_code, f"{error.detail}: {where}"))
+        response = answer(HttpError(error.status_code, f"{error.detail}: {where}"))
+        response.headers.update(error.headers or {})  # `Allow`, with a 405
+        return response
 
     async def on_gone(_: Request, error: Exception) -> Response:
         service.metrics.disconnected()

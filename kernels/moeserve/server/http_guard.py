@@ -38,6 +38,7 @@ _KINDS = {
     404: "not_found_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
 }
@@ -207,8 +208,9 @@ async def read_body(
         count: Told of bytes before they are kept; may raise.
 
     Raises:
-        HttpError: 413 too large, 408 too slow, 400 cut short.
+        HttpError: 415 not JSON or compressed, 413 too large, 408 too slow, 400 cut short.
     """
+    _check_media(scope["headers"])
     too_large = HttpError(
         413, f"the body is larger than {limits.max_body_bytes} bytes", closes=True
     )
@@ -233,6 +235,22 @@ async def read_body(
     except TimeoutError:
         limit = limits.body_timeout_s
         raise HttpError(408, f"the body was not complete after {limit:g} s", closes=True) from None
+
+
+def _check_media(headers: list[tuple[bytes, bytes]]) -> None:
+    """Refuse what would be read wrongly, and what a page of another origin may send unasked.
+
+    A browser sends `text/plain` to any address without asking it first, `application/json` not.
+    """
+    for name, value in headers:
+        if name == b"content-type":
+            kind = value.split(b";")[0].strip().lower()
+            if kind != b"application/json" and not kind.endswith(b"+json"):
+                shown = ascii(kind[:80].decode("latin-1"))
+                raise HttpError(415, f"content-type: want application/json, got {shown}")
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            shown = ascii(value[:80].decode("latin-1"))
+            raise HttpError(415, f"content-encoding: want none, got {shown}")
 
 
 def _write_chunk(cycle: RequestResponseCycle, part: bytes) -> bool:

@@ -89,6 +89,8 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_choice": ((None,), "guided decoding is not implemented"),
     "guided_grammar": ((None,), "guided decoding is not implemented"),
     "structured_outputs": ((None,), "guided decoding is not implemented"),
+    "guided_decoding_backend": ((None,), "guided decoding is not implemented"),
+    "guided_whitespace_pattern": ((None,), "guided decoding is not implemented"),
     "logits_processors": ((None, []), "no code is run for a request"),
     "allowed_token_ids": ((None,), "use logit_bias"),
     "bad_words": ((None, []), "use logit_bias"),
@@ -103,6 +105,13 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "metadata": ((None, {}), "nothing is stored"),
     "documents": ((None, []), "documents are not implemented"),
     "mm_processor_kwargs": ((None, {}), "only text is served"),
+    "prompt_embeds": ((None,), "prompts are text or token ids"),
+    "cache_salt": ((None,), "the prefix cache is shared by all requests"),
+    "logprob_token_ids": ((None,), "use logprobs"),
+    "include_reasoning": ((None, True, False), "want a boolean"),  # there is none to hide
+    "thinking_token_budget": ((None,), "use max_tokens"),
+    "repetition_detection": ((None,), "use the penalties"),
+    "moderation": ((None,), "nothing is moderated"),
     "kv_transfer_params": ((None,), "KV transfer is not implemented"),
     "vllm_xargs": ((None, {}), "there are no extensions"),
     "detokenize": ((None, True), "replies are always text"),
@@ -112,6 +121,7 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "user": ((None, _ANY_TEXT), "want a string"),
     "safety_identifier": ((None, _ANY_TEXT), "want a string"),
     "prompt_cache_key": ((None, _ANY_TEXT), "want a string"),
+    "prompt_cache_retention": ((None, _ANY_TEXT), "want a string"),
 }
 
 
