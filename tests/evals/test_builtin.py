@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -384,6 +385,35 @@ def test_a_thousand_at_once_against_a_server_that_closes_idle_lines(path: Path) 
     records = read_ledger(path)
     assert max(record.retries for record in records) <= 3
     assert result.retries == sum(len(record.retry_errors) for record in records)
+
+
+def test_nothing_is_lost_in_a_storm_of_faults_on_closing_lines(path: Path) -> None:
+    """Up to two faults a question and lines that close under it, three repeats: all answered."""
+    settings = config(num_questions=600, max_concurrency=600, max_retries=3)
+    gold = gold_script(samples(settings))
+    faults = [
+        error(500, "x"),
+        error(429, "y", Retry_After="0.1"),
+        Action(cut_after=20),
+        Action(cut_after=20, is_reset=True),
+        Action(is_dropped=True),
+        Action(payload=b"<html>"),
+        Action(raw=b"junk\n"),
+        body({"choices": []}),
+    ]
+    draw = random.Random(1)
+
+    def script(request: Request) -> Action:
+        if request.attempt < 2 and draw.random() < 0.4:
+            return draw.choice(faults)
+        return Action(gold(request).texts, delay_s=0.2 * draw.random())
+
+    with FakeServer(script, idle_close_s=0.05) as server:
+        result = evaluate(server.url, path, settings)
+    assert (result.num_answered, result.num_failed, result.accuracy) == (600, 0, 1.0)
+    records = read_ledger(path)
+    assert max(record.retries for record in records) <= 3
+    assert result.retries == sum(len(record.retry_errors) for record in records) > 200
 
 
 def test_1319_questions_against_an_instant_server_are_quick(path: Path) -> None:
