@@ -73,9 +73,12 @@ def _itself(connection: Connection) -> Connection:
 
 
 def _spawn(fds: list[int]) -> subprocess.Popen[bytes]:
-    """A fresh interpreter: it must not import what the API process imported."""
+    """A fresh interpreter: it must not import what the API process imported.
+
+    Nor what lies in the current folder, which may be the model's (-P).
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(fds[0]), str(time.time())],
+        [sys.executable, "-P", "-c", _CODE, str(fds[0]), str(time.time())],
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         # Idle OpenMP threads must sleep: by default they spin on the API process's core. Ranks are

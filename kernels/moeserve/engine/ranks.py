@@ -66,7 +66,7 @@ class Crew:
         store = int(seat.place.store.rpartition("/")[2])
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _CODE, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), seat.board, store, *seat.sockets),
                 stdin=subprocess.DEVNULL,
             )

@@ -107,6 +107,7 @@ class ChatTemplate:
             return self._child
         child = self._child = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # nothing is imported from the current folder, which may be the model's
             "-m",
             "moeserve.server.template_worker",
             stdin=asyncio.subprocess.PIPE,
