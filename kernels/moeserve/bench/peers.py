@@ -193,8 +193,9 @@ def _line(title: str, values: list[float], *, is_more_better: bool) -> str:
     """A row with the advantage of the first over the second, above 1 is better."""
     cells = [title, *map(_number, values)]
     if len(values) > 1:
-        ratio = values[0] / values[1] if is_more_better else values[1] / values[0]
-        cells.append(f"{ratio:.2f}×")
+        above, below = values[:2] if is_more_better else values[1::-1]
+        # Processor time is counted in ticks of 10 ms: a short load may take none.
+        cells.append(f"{above / below:.2f}×" if below else "")
     return _row(cells)
 
 
