@@ -1,17 +1,19 @@
 """Ending an evaluation when its outcome is settled, so that a dead build costs seconds.
 
-Receives progress of a running evaluation (`Progress`), answers `should_abort`; the verdict on
-such a run is made in `judge.py`, which knows the text by its prefix.
+Receives progress of a running evaluation (`Progress`), answers `should_abort`; `judge.py` knows
+such a run by the text's prefix and takes its verdict from here.
 """
 
 from __future__ import annotations
 
-from evalsuite.evaluators.base import MAX_FAILED_SHARE, Progress
+from dataclasses import replace
+
+from evalsuite.evaluators.base import MAX_FAILED_SHARE, EvalResult, Progress
 from evalsuite.gates.absolute import Floor, statistical_gate
 from evalsuite.gates.base import Counts
 from evalsuite.stats.proportion import min_correct
 from evalsuite.stats.sequential import Sprt, outcome_decided
-from evalsuite.verdict import Status
+from evalsuite.verdict import Status, Verdict
 
 DECIDED = "decided: "
 # `equal` fails on one changed reply, whatever the accuracy: the counts do not settle it.
@@ -41,6 +43,37 @@ def fewest_right(gate: str, floor: Floor, n: int) -> int:
         else:
             high = middle
     return low
+
+
+def error_rate(floor: Floor) -> float:
+    """Rate at which the sequential test ends a build at its floor, and misses a broken one."""
+    return min(MAX_ALPHA, SHARE_OF_ALPHA * floor.alpha)
+
+
+def ended_verdict(verdict: Verdict, result: EvalResult, floor: Floor) -> Verdict:
+    """FAIL without an accuracy: what was asked is no fair sample once a look has ended it.
+
+    Its rates are the sequential test's, and so is the drop: below the floor.
+    """
+    rate = error_rate(floor)
+    asked = f"{result.num_answered} of {result.num_questions} questions"
+    return replace(
+        verdict,
+        status=Status.FAIL,
+        reason=f"ended early after {asked}: {result.stopped.removeprefix(DECIDED)}",
+        warnings=(
+            f"ended early after {asked}: no accuracy is given, and the run cannot become a "
+            "baseline; --no-early-end asks all of them",
+        ),
+        alpha=rate,
+        power=1.0 - rate,
+        detectable_drop=BROKEN_BELOW_FLOOR,
+        detail={
+            "ended_early": True,
+            "num_asked": result.num_answered,
+            "accuracy_bounds": list(result.accuracy_bounds),
+        },
+    )
 
 
 class EarlyEnd:
@@ -87,7 +120,7 @@ class EarlyEnd:
         healthy = self._needed / total if total else 0.0
         broken = healthy - BROKEN_BELOW_FLOOR
         if 0.0 < broken < healthy < 1.0:
-            alpha = min(MAX_ALPHA, SHARE_OF_ALPHA * self._floor.alpha)
+            alpha = error_rate(self._floor)
             self._sprt = Sprt(healthy, broken, alpha, alpha)
 
     def should_abort(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from evalsuite.baseline import BaselinePair, differences, identity_of
 from evalsuite.config import Calibration
-from evalsuite.early_end import DECIDED
+from evalsuite.early_end import DECIDED, ended_verdict
 from evalsuite.errors import ConfigError, ServerError
 from evalsuite.evaluators.base import MAX_FAILED_SHARE, EvalResult
 from evalsuite.evidence import BackendEvidence, contradiction
@@ -88,7 +88,7 @@ def judge(
     if problem or result is None:
         return _error(verdict, problem, context, isinstance(context.error, ConfigError))
     if result.stopped.startswith(DECIDED):
-        return _ended_early(verdict, result)
+        return ended_verdict(verdict, result, floor_of(job))
     outcome = ask_gate(job, result, baseline, records, context)
     if outcome.status is Status.ERROR:
         return _error(verdict, outcome.reason, context, outcome.is_config_fault)
@@ -174,26 +174,6 @@ def floor_of(job: EvalJob) -> Floor:
         sigma_run=calibration.sigma_run if isinstance(calibration, Calibration) else None,
         alpha=gate.alpha,
         power=gate.power,
-    )
-
-
-def _ended_early(verdict: Verdict, result: EvalResult) -> Verdict:
-    """FAIL without an accuracy: what was asked is no fair sample once a look has ended it."""
-    asked = f"{result.num_answered} of {result.num_questions} questions"
-    return replace(
-        verdict,
-        status=Status.FAIL,
-        reason=f"ended early after {asked}: {result.stopped.removeprefix(DECIDED)}",
-        warnings=(
-            f"ended early after {asked}: no accuracy is given, and the run cannot become a "
-            "baseline; --no-early-end asks all of them",
-        ),
-        detail={
-            **verdict.detail,
-            "ended_early": True,
-            "num_asked": result.num_answered,
-            "accuracy_bounds": list(result.accuracy_bounds),
-        },
     )
 
 

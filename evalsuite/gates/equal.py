@@ -51,7 +51,7 @@ def equal_gate(
             f"{len(texts)} replies and the log-probabilities of {len(numbers)} more differ from "
             f"the baseline; first questions: {first}"
         )
-        return GateOutcome(Status.FAIL, reason, alpha=0.0, power=1.0, detail=detail)
+        return _certain(Status.FAIL, reason, detail)
     if missing or extra:
         reason = (
             f"{len(missing)} replies are missing and {len(extra)} have no counterpart; "
@@ -59,8 +59,13 @@ def equal_gate(
         )
         return GateOutcome(Status.ERROR, reason, detail=detail)
     reason = f"all {len(records)} replies equal the baseline's"
-    return GateOutcome(Status.PASS, reason, alpha=0.0, power=1.0, detail=detail)
+    return _certain(Status.PASS, reason, detail)
 
 
 def _same(record: LedgerRecord, answer: Answer) -> bool:
     return tuple(round(x, LOGPROB_DIGITS) for x in record.token_logprobs) == answer.logprobs
+
+
+def _certain(status: Status, reason: str, detail: dict[str, object]) -> GateOutcome:
+    """No sampling, no error rate: any change of a reply is seen, so any drop at all is."""
+    return GateOutcome(status, reason, alpha=0.0, power=1.0, detectable_drop=0.0, detail=detail)

@@ -221,6 +221,36 @@ def test_paired_gate_through_judge() -> None:
     assert judge(job, with_outcomes(set(), 400), NOTHING).status is Status.ERROR
 
 
+@pytest.mark.parametrize("name", ["threshold", "statistical", "paired", "equal"])
+@pytest.mark.parametrize("right", [360, 200])
+def test_every_verdict_on_a_score_states_its_rates(name: str, right: int) -> None:
+    job = make_job(gate=Gate(name=name), accuracy_threshold=0.9, tolerance=0.05, num_questions=400)
+    base = baseline_of(job, set(range(360)), 400)
+    result = with_outcomes(set(range(right)), 400)
+    records = [make_record(i, "18" if i < right else "17", right=i < right) for i in range(400)]
+    verdict = judge(job, result, NOTHING, baseline=base, records=records)
+    assert verdict.status in (Status.PASS, Status.FAIL)
+    if name != "equal":
+        assert verdict.status is (Status.PASS if right == 360 else Status.FAIL)
+        assert verdict.detectable_drop is not None
+        assert 0.0 < verdict.detectable_drop < 0.2
+    assert verdict.alpha is not None
+    assert verdict.power is not None
+    assert 0.0 <= verdict.alpha <= 0.05
+    assert 0.8 <= verdict.power <= 1.0
+    assert verdict.detectable_drop is not None
+
+
+def test_a_run_that_was_ended_states_the_rates_of_what_ended_it() -> None:
+    job = make_job(accuracy_threshold=0.9, tolerance=0.0, num_questions=400)
+    result = replace(with_outcomes(set(range(20)), 60), num_questions=400, stopped="decided: x")
+    verdict = judge(job, result, NOTHING)
+    assert (verdict.status, verdict.accuracy) == (Status.FAIL, None)
+    assert verdict.alpha == 0.001
+    assert verdict.power == 0.999
+    assert verdict.detectable_drop == 0.08
+
+
 def test_not_comparable_is_refused_with_what_differs() -> None:
     job = make_job(gate=Gate(name="paired"), num_questions=400)
     base = baseline_of(job, set(range(360)), 400)
