@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from evalsuite.files import write_text
 from evalsuite.noise_doses import ACCURACY_GATES, Dose, doses
@@ -22,8 +22,8 @@ from evalsuite.report.markdown import table
 from evalsuite.stats.noise import Noise, measure_noise
 from evalsuite.verdict import Status
 
-BEGIN = "<!-- noise study: begin (made by a command, do not edit) -->"
-END = "<!-- noise study: end -->"
+BEGIN = "<!-- noise study, {name}: begin (made by a command, do not edit) -->"
+END = "<!-- noise study, {name}: end -->"
 SIZES = (200, 500, 1319)
 HARMLESS = (
     *("clean", "eager", "noise:0", "deterministic", "torch_grouped_mm", "flashinfer_cutlass"),
@@ -53,16 +53,16 @@ def render(folder: Path, draws: int, seed: int, command: str) -> str:
     sizes = [n for n in SIZES if n <= total]
     parts = [
         _about(runs, noise, command),
-        "### False alarms on pairs of these runs",
+        "#### False alarms on pairs of these runs",
         f"{draws:,} pairs a row, both sides the same unchanged model on the same questions (a "
         "random subset where fewer). *Whole runs* pairs runs as they were, of which there are "
         f"{len(runs) * (len(runs) - 1) // 2}, so that its pairs repeat; *by question* takes every "
         "question of both sides from a run of its own, which keeps each question's own flips. "
         "Brackets: 95 % Clopper-Pearson interval.",
         _rates_table(rows, sizes, draws, seed),
-        "### Replay of these runs",
+        "#### Replay of these runs",
         _replay_text(runs),
-        "### Faults under this noise",
+        "#### Faults under this noise",
         _doses_text(runs, folder),
     ]
     return "\n\n".join(parts)
@@ -75,7 +75,8 @@ def _about(runs: Sequence[NoiseRun], noise: Noise, command: str) -> str:
     late = max((base.least_margin(s.index) for run in full for s in run.splits), default=0.0)
     changed = mean(len(run.splits) for run in full[1:]) if len(full) > 1 else 0.0
     minutes = sum(run.seconds for run in runs) / 60
-    cpu = mean(run.cpu_seconds for run in full)
+    # Runs that replay take longer.
+    seconds = median(run.seconds for run in full)
     part = (
         f" The other {len(runs) - len(full)} asked the {asked_later.pop()} questions whose "
         "smallest margin is small enough to turn; for the rest the outcome of the first run "
@@ -86,8 +87,8 @@ def _about(runs: Sequence[NoiseRun], noise: Noise, command: str) -> str:
     accuracies = [mean(run.right) for run in runs]
     return (
         f"{len(runs)} runs, {len(full)} of them full ({len(base.right):,} questions), on "
-        f"{base.machine}; a full run takes {cpu:.0f} s of one core, all of them took {minutes:.0f} "
-        f"minutes on a shared machine.{part}\n\n```\n{command}\n```\n\n"
+        f"{base.machine}; a full run takes {seconds:.1f} s beside others, all of them together "
+        f"{minutes:.0f} minutes of processes side by side.{part}\n\n```\n{command}\n```\n\n"
         f"Between two runs {changed:.0f} replies differ, and {100 * noise.discordant:.2f} % of the "
         f"outcomes. Accuracy {100 * noise.mean_accuracy:.2f} % (from "
         f"{100 * min(accuracies):.2f} to {100 * max(accuracies):.2f}); sigma of a run "
@@ -118,7 +119,6 @@ def _rate(rate: Rate) -> str:
 def _replay_text(runs: Sequence[NoiseRun]) -> str:
     found = replays(runs)
     margins = [s.margin for run in runs for s in run.splits if s.margin is not None]
-    near = sum(margin < NEAR_TIE_NATS for margin in margins)
     limits = ReplayLimits()
     low, high = clopper_pearson(found.failed, max(1, found.num_clean))
     at_5 = sum(p <= 0.05 for p in found.p_agreements)
@@ -136,13 +136,22 @@ def _replay_text(runs: Sequence[NoiseRun]) -> str:
         f"agreement of two shifts {min(found.agreements, default=0):+.4f} to "
         f"{max(found.agreements, default=0):+.4f}, its p at most 5 % in {at_5} "
         f"({100 * low_5:.1f} to {100 * high_5:.1f} %).",
+        _near_ties(margins),
+    ]
+    return "\n\n".join(lines)
+
+
+def _near_ties(margins: Sequence[float]) -> str:
+    if not margins:
+        return "No reply of an unchanged build parts from the first run's."
+    near = sum(margin < NEAR_TIE_NATS for margin in margins)
+    return (
         f"Where a reply of an unchanged build parts from the first run's, the margin between the "
         f"two best tokens is {_quantile(margins, 0.5):.3g} in the middle, "
         f"{_quantile(margins, 0.9):.3g} at 90 %, {_quantile(margins, 0.99):.3g} at 99 % of "
-        f"{len(margins)} splits; {100 * near / max(1, len(margins)):.1f} % are below the "
-        f"{NEAR_TIE_NATS:g} nats of a near-tie.",
-    ]
-    return "\n\n".join(lines)
+        f"{len(margins)} splits; {100 * near / len(margins):.1f} % are below the "
+        f"{NEAR_TIE_NATS:g} nats of a near-tie."
+    )
 
 
 def _replayed(runs: Sequence[NoiseRun]) -> list[NoiseRun]:
@@ -202,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evalsuite.noise_study", description=__doc__)
     add = parser.add_argument
     add("--work", type=Path, required=True, help="folder of the runs")
+    add("--name", default="torch", help="of the section: torch, engine")
     add("--draws", type=int, default=3000, help="pairs a row")
     add("--seed", type=int, default=1)
     add("--out", type=Path, help="page with the two marks; else standard output")
@@ -209,18 +219,19 @@ def main(argv: list[str] | None = None) -> int:
     if len(load_runs(args.work)) < 3:
         parser.error(f"{args.work}: three runs or more are needed; make them with noise_measure")
     command = (
-        f"python -m evalsuite.noise_study --work build/noise --draws {args.draws} "
-        "--out docs/verdicts.md"
+        f"python -m evalsuite.noise_study --work build/noise-{args.name} --name {args.name} "
+        f"--draws {args.draws} --out docs/verdicts.md"
     )
+    begin_mark, end_mark = (mark.format(name=args.name) for mark in (BEGIN, END))
     section = render(args.work, args.draws, args.seed, command)
     if args.out is None:
         print(section)
         return 0
-    before, begin, rest = args.out.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = args.out.read_text(encoding="utf-8").partition(begin_mark)
+    _, end, after = rest.partition(end_mark)
     if not begin or not end:
-        parser.error(f"{args.out} lacks the marks {BEGIN!r} and {END!r}")
-    write_text(args.out, f"{before}{BEGIN}\n\n{section}\n\n{END}{after}")
+        parser.error(f"{args.out} lacks the marks {begin_mark!r} and {end_mark!r}")
+    write_text(args.out, f"{before}{begin_mark}\n\n{section}\n\n{end_mark}{after}")
     return 0
 
 
