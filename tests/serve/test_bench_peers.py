@@ -48,7 +48,7 @@ def small_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions("random", 4, input_len=4, output_len=4, ignore_eos=True, vocab_size=200)
     loads = {"one": peers.Load("one at a time", options, 1), "many": peers.Load("four", options, 4)}
     monkeypatch.setattr(peers, "LOADS", loads)
-    monkeypatch.setattr(peers, "moeserve_command", lambda: command("ours 1.0"))
+    monkeypatch.setattr(peers, "moeserve_command", lambda: command("ours 1.0", step_s=0.002))
     monkeypatch.setattr(peers, "vllm_command", lambda: command("theirs 2.0", step_s=0.02))
 
 
