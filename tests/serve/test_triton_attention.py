@@ -10,7 +10,6 @@ from moeserve.layers.rope import RotaryTable
 from moeserve.triton_kernels import attention_decode, attention_rows
 from moeserve.triton_kernels.attention_decode import NewTokens, attend_new_tokens
 from moeserve.triton_kernels.attention_rows import Pages, RowsTile, SharedState
-from moeserve.triton_kernels.linear_split import Parts
 from moeserve.triton_kernels.rope import Heads, RopeTables, rope_and_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,9 +60,8 @@ def test_decode_equals_float64(name: str, is_fixed: bool) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("programs", [1, 64, 512])
-@pytest.mark.parametrize("num_parts", [0, 3])
 def test_new_tokens_are_normed_rotated_stored_and_attended(
-    name: str, programs: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+    name: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_decode, "NUM_PROGRAMS", programs)
     heads = HEADS[name]
@@ -72,7 +70,7 @@ def test_new_tokens_are_normed_rotated_stored_and_attended(
     table = RotaryTable(D, 128, 1e4, torch.float32)
     tables = RopeTables(table.cos.to(DEVICE), table.sin.to(DEVICE))
     norm = (torch.rand(NQ + NKV, D, device=DEVICE) + 0.5, 1e-6)
-    parts = torch.randn(max(num_parts, 1), B, (NQ + 2 * NKV) * D, device=DEVICE)
+    given = torch.randn(B, (NQ + 2 * NKV) * D, device=DEVICE)
     slots = torch.tensor(
         [
             int(cache.pages.table[i, (n - 1) // heads.page_size]) * heads.page_size
@@ -83,7 +81,7 @@ def test_new_tokens_are_normed_rotated_stored_and_attended(
         device=DEVICE,
     )
     # What three launches give: norm, rotation and cache write, then attention.
-    qkv, expected = parts.sum(0), result(B, heads)
+    qkv, expected = given.clone(), result(B, heads)
     rope_and_store(qkv, norm, tables, (cache.pages.positions, slots), cache.pages.cache, heads)
     stored = cache.pages.cache.clone()
     attention_rows.decode_rows(qkv, expected, B, cache.pages, heads, SMALL)
@@ -92,7 +90,6 @@ def test_new_tokens_are_normed_rotated_stored_and_attended(
     ] = float("nan")
     out = result(B, heads)
     tickets = torch.zeros(attention_decode.num_tickets(heads), dtype=torch.int32, device=DEVICE)
-    given = Parts(parts) if num_parts else parts[0]
     new = NewTokens(norm, tables, slots)
     attend_new_tokens(given, out, B, new, cache.pages, heads, SMALL, tickets)
     assert error(out, expected.cpu().double()) < LIMIT

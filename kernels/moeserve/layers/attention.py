@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moeserve.layers.linear import Projection, project, project_split
+from moeserve.layers.linear import Projection, project
 from moeserve.layers.rope import apply_rope
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
-    from moeserve.triton_kernels.linear_split import Parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -114,7 +113,7 @@ class AttentionBackend(Protocol):
 
     def forward_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor,
         layer: Attention,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
@@ -122,8 +121,7 @@ class AttentionBackend(Protocol):
         """Norm, rotation, cache write and attention of a fused projection.
 
         Args:
-            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; may be written to. Parts of it
-                where `takes_parts` says so.
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; may be written to.
             layer: Its norm weights and cache.
             rope: Cosine and sine of every position.
             batch: The step.
@@ -131,10 +129,6 @@ class AttentionBackend(Protocol):
         Returns:
             [T, num_heads * head_dim].
         """
-        ...
-
-    def takes_parts(self, batch: ForwardBatch) -> bool:
-        """Whether `forward_fused` takes a split product's parts in this step."""
         ...
 
     def clear(self, cache: Tensor, pages: list[int]) -> None:
@@ -192,25 +186,11 @@ class Attention(nn.Module):
         qkv = project(self.projection, x, self.qkv_weight, self.qkv_bias)
         return project(self.projection, self.attend(qkv, rope, batch), self.o_weight, self.o_bias)
 
-    def forward_split(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch
-    ) -> Tensor | Parts:
-        """The same on a GPU; the output projection may be left as parts, for the norm to sum."""
-        qkv: Tensor | Parts
-        if self.backend.takes_parts(batch):
-            qkv = project_split(x, self.qkv_weight, self.qkv_bias)
-        else:
-            qkv = F.linear(x, self.qkv_weight, self.qkv_bias)
-        return project_split(self.attend(qkv, rope, batch), self.o_weight, self.o_bias)
-
-    def attend(
-        self, qkv: Tensor | Parts, rope: tuple[Tensor, Tensor], batch: ForwardBatch
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
         """Everything between the two projections.
 
         Args:
-            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; may be written to. Parts of it
-                where the backend takes them.
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; may be written to.
             rope: See `forward`.
             batch: The step.
 
@@ -219,7 +199,6 @@ class Attention(nn.Module):
         """
         if self.backend.takes_qkv:
             return self.backend.forward_fused(qkv, self, rope, batch)
-        assert isinstance(qkv, Tensor)
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)

@@ -20,7 +20,6 @@ from moeserve.layers.attention import Array, Attention, AttentionShape, HostBatc
 from moeserve.layers.attention_triton import TritonPagedAttention, TritonPlan
 from moeserve.layers.step_inputs import StepSizes
 from moeserve.moe.backends.optional import library_reason
-from moeserve.triton_kernels.linear_split import Parts
 from moeserve.triton_kernels.rope import RopeTables, rope_and_store
 
 if TYPE_CHECKING:
@@ -88,10 +87,6 @@ class FlashInferPagedAttention(TritonPagedAttention):
         # Decode plans are made one at a time: one buffer for all graphs.
         wrapper._int_workspace_buffer = self._ints
         return wrapper
-
-    def takes_parts(self, batch: ForwardBatch) -> bool:
-        """Never: FlashInfer reads rotated queries."""
-        return False
 
     def prepare_capture(self, size: int, max_pages: int) -> None:
         """Make the wrapper of a graph of `size` rows and give it a plan, if it has none."""
@@ -170,7 +165,7 @@ class FlashInferPagedAttention(TritonPagedAttention):
 
     def forward_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor,
         layer: Attention,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
@@ -178,7 +173,6 @@ class FlashInferPagedAttention(TritonPagedAttention):
         """Norm, rotation and cache write by our kernels, attention by FlashInfer's."""
         plan = batch.attention
         assert isinstance(plan, TritonPlan)
-        assert isinstance(qkv, Tensor)
         if plan.has_shared:
             return super().forward_fused(qkv, layer, rope, batch)
         views, heads, B = plan.views, self.heads, plan.num_decodes

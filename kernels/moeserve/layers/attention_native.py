@@ -22,7 +22,6 @@ from moeserve.native.build import LANES, native
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
-    from moeserve.triton_kernels.linear_split import Parts
 
 # Tokens a page are the lanes of a vector in the kernel.
 PAGE_SIZE = LANES
@@ -120,13 +119,9 @@ class NativePagedAttention:
         """Not this backend's form."""
         raise NotImplementedError("attention backend 'native' takes the fused projection")
 
-    def takes_parts(self, batch: ForwardBatch) -> bool:
-        """Never: products are whole on a CPU."""
-        return False
-
     def forward_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor,
         layer: Attention,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
@@ -134,7 +129,6 @@ class NativePagedAttention:
         """See `AttentionBackend.forward_fused`; `rope` holds the step's own positions."""
         plan, shape, cache = batch.attention, self.shape, layer.cache
         assert isinstance(plan, NativePlan)
-        assert isinstance(qkv, Tensor)
         has_norm = layer.norm_eps is not None
         sizes = _Shape(
             *(shape.num_heads, shape.num_kv_heads, shape.head_dim, cache.shape[1]),

@@ -21,7 +21,6 @@ from moeserve.layers.decode_rows import DecodeRows, RowPlan, lazy_zeros
 
 if TYPE_CHECKING:
     from moeserve.engine.batch import ForwardBatch
-    from moeserve.triton_kernels.linear_split import Parts
 
 DEFAULT_PAGE_SIZE = 16
 # Below this many saved token reads a shared prefix is not worth its own product.
@@ -200,13 +199,9 @@ class TorchPagedAttention:
             out[rows] = self._prefill(q[rows], cache, chunk)
         return out
 
-    def takes_parts(self, batch: ForwardBatch) -> bool:
-        """Never: products are whole on a CPU."""
-        return False
-
     def forward_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor,
         layer: Attention,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,

@@ -22,7 +22,6 @@ from moeserve.layers.step_inputs import StepSizes, StepViews, pack
 from moeserve.triton_kernels import attention_decode, attention_rows
 from moeserve.triton_kernels.attention_decode import NewTokens
 from moeserve.triton_kernels.attention_rows import Pages, RowsTile, SharedState
-from moeserve.triton_kernels.linear_split import Parts
 from moeserve.triton_kernels.rope import Heads, RopeTables, rope_and_store
 
 if TYPE_CHECKING:
@@ -65,11 +64,6 @@ class TritonPlan:
     num_items: int
     has_shared: bool
 
-    @property
-    def is_plain_decode(self) -> bool:
-        """Nothing but rows with one token each and all keys of their own."""
-        return self.num_items == 0 and not self.has_shared
-
 
 class TritonPagedAttention:
     """See `AttentionBackend`."""
@@ -104,9 +98,9 @@ class TritonPagedAttention:
         self.heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size)
         group = shape.num_heads // shape.num_kv_heads
         least_m = max(16, 1 << (group - 1).bit_length())
-        # Half a page at a time: shorter last blocks, and as fast on long contexts (H200).
-        self.decode_tile = self._tile(least_m, 4, 5, most_n=32)
-        self.split_tile = self._tile(least_m, 2, 5, most_n=32)
+        # Half a page at a time and few warps: programs enough on each multiprocessor (H200).
+        self.decode_tile = self._tile(least_m, 2, 4, most_n=32)
+        self.split_tile = self._tile(least_m, 4, 3)
         self.prefill_tile = self._tile(max(128, least_m), 8, 3)
         self.shared_tile = self._tile(max(64, least_m), 4, 3)
         if is_deterministic:
@@ -163,11 +157,6 @@ class TritonPagedAttention:
         """The plan over numbers that are on the device already."""
         return TritonPlan(views, sizes.num_decodes, sizes.num_items, has_shared)
 
-    def takes_parts(self, batch: ForwardBatch) -> bool:
-        """In steps of nothing but decode rows, whose kernel reads the projection once."""
-        plan = batch.attention
-        return isinstance(plan, TritonPlan) and plan.is_plain_decode and not self.is_deterministic
-
     def prepare(
         self, host: HostBatch, sizes: StepSizes, *, has_shared: bool, in_graph: bool
     ) -> None:
@@ -189,15 +178,12 @@ class TritonPagedAttention:
 
     def forward_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor,
         layer: Attention,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
     ) -> Tensor:
-        """Norm, rotation, cache write, attention; see `AttentionBackend.forward_fused`.
-
-        Parts of a split product are taken where `TritonPlan.is_plain_decode`.
-        """
+        """Norm, rotation, cache write, attention; see `AttentionBackend.forward_fused`."""
         plan = batch.attention
         assert isinstance(plan, TritonPlan)
         views = plan.views
@@ -215,7 +201,6 @@ class TritonPagedAttention:
             )  # fmt: skip
         if first == T:
             return out
-        assert isinstance(qkv, Tensor)
         rope_and_store(
             qkv, norm, RopeTables(*rope), (views.positions, views.slots), layer.cache, self.heads,
             first,

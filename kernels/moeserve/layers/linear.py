@@ -7,14 +7,10 @@ The MLP receives [T, H] and returns [T, H]; gate and up are one product. Layers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from moeserve.triton_kernels.linear_split import Parts
 
 # (x [T, K], weight [N, K], bias [N] or None, out [T, N] or None) -> [T, N].
 Projection = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -37,22 +33,12 @@ def project(
     return projection(x, weight, bias, None)
 
 
-def project_split(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Parts:
-    """The same as parts to be summed, where that is the faster form for a decode batch on a GPU."""
-    # Triton is imported only where it is used: a CPU server never needs it.
-    from moeserve.triton_kernels.linear_split import linear_split, tile_for
-
-    tile = tile_for(x.shape[0], weight)
-    return F.linear(x, weight, bias) if tile is None else linear_split(x, weight, bias, tile)
-
-
 def project_narrow(x: Tensor, weight: Tensor) -> Tensor:
-    """X [T, K] @ weight [N, K].T of a few columns, such as a router's gate, on a GPU."""
+    """X [T, K] @ weight [N, K].T of a router's gate, on a GPU."""
     # Triton is imported only where it is used: a CPU server never needs it.
-    from moeserve.triton_kernels.linear_split import linear_narrow
+    from moeserve.triton_kernels.linear_narrow import is_narrow, linear_narrow
 
-    out = linear_narrow(x, weight)
-    return F.linear(x, weight) if out is None else out
+    return linear_narrow(x, weight) if is_narrow(x, weight) else F.linear(x, weight)
 
 
 class GatedMLP(nn.Module):

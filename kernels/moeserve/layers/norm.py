@@ -16,7 +16,6 @@ from moeserve.native.build import LANES, native
 
 if TYPE_CHECKING:
     from moeserve.triton_kernels.combine import SlotSum
-    from moeserve.triton_kernels.linear_split import Parts
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +43,7 @@ class RMSNorm(nn.Module):
             return self._add_natively(None, x.contiguous())
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
-    def add(self, x: Tensor | SlotSum | Parts | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | SlotSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and normalise the sum.
 
         Args:

@@ -70,7 +70,6 @@ class DecoderLayer(nn.Module):
         # Sums over ranks come before the norm, so nothing is left to it then.
         self.leaves_sums = is_fused and self.parallel.tp_size == 1
         # Deterministic mode keeps one form for every number of rows.
-        self.has_split_products = self.leaves_sums and context.projection is None
         self.is_small_fused = (
             is_fused and context.projection is None and isinstance(self.mlp, MoELayer)
         )
@@ -99,12 +98,8 @@ class DecoderLayer(nn.Module):
             return self._forward_small(x, residual, rope, batch)
         follows_sum = x is not None and not isinstance(x, Tensor)
         normed, residual = self.input_norm.add(x, residual)
-        if self.has_split_products:
-            parts = self.attention.forward_split(normed, rope, batch)
-            normed, residual = self.post_norm.add(parts, residual)
-        else:
-            attended = self.parallel.all_reduce_tp(self.attention.forward(normed, rope, batch))
-            normed, residual = self.post_norm.add(attended, residual)
+        attended = self.parallel.all_reduce_tp(self.attention.forward(normed, rope, batch))
+        normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MoELayer):
             added = self.mlp.forward(
                 normed, batch, leaves_sum=self.leaves_sums, follows_sum=follows_sum

@@ -217,7 +217,7 @@ def _run_grouped(
     if call.leaves_sum:
         return SlotSum(
             by_slot, call.topk_ids, call.shape.E, call.num_experts, call.first_expert,
-            call.expert_map, buckets[0],
+            call.expert_map, buckets[0], is_whole=call.num_experts == call.shape.E,
         )  # fmt: skip
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     combine.combine(

@@ -1,11 +1,11 @@
 """Decode attention with the new token's norm, rotation and cache write inside.
 
-Receives the fused projection [B, (NQ + 2 NKV) * D] of rows with one token each, as rows or as the
-parts of a split product, and the paged cache; stores the new keys and values and returns
-[B, NQ * D]. One launch in place of three or four: a launch costs as much as a small kernel. With
-few sequences a sequence's keys are cut over programs, and the last of them to finish merges the
-parts in order; with many, a program has all keys of one sequence and key head. A prefix in common,
-prompts and deterministic mode are `rope.py` and `attention_rows.py`.
+Receives the fused projection [B, (NQ + 2 NKV) * D] of rows with one token each and the paged
+cache; stores the new keys and values and returns [B, NQ * D]. One launch in place of three or
+four: a launch costs as much as a small kernel. With few sequences a sequence's keys are cut over
+programs, and the last of them to finish merges the parts in order; with many, a program has all
+keys of one sequence and key head. A prefix in common, prompts and deterministic mode are `rope.py`
+and `attention_rows.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import triton.language as tl
 
 from moeserve.triton_kernels.attention_rows import _LOG2_E, Pages, RowsTile, attend
 from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
-from moeserve.triton_kernels.linear_split import Parts
 from moeserve.triton_kernels.rope import Heads, RopeTables
 
 # About four programs on each of an H200's 132 multiprocessors.
@@ -27,26 +26,17 @@ MAX_SPLITS = 32
 
 
 @triton.jit
-def _load_sum(at, stride_part, COUNT: tl.constexpr):
-    """float32 sum of COUNT parts."""
-    value = tl.load(at).to(tl.float32)
-    for part in tl.static_range(1, COUNT):
-        value += tl.load(at + part * stride_part).to(tl.float32)
-    return value
-
-
-@triton.jit
 def turned_heads(
-    row_ptr, stride_part, head, weight_ptr, cos_ptr, sin_ptr, position, stride_cos, eps,
-    COUNT: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr,
+    row_ptr, head, weight_ptr, cos_ptr, sin_ptr, position, stride_cos, eps,
+    D: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Heads [M] of one token, normed and rotated: [M, D] float32; see `rope.qkv_rope_kernel`."""
     HALF: tl.constexpr = D // 2
     d = tl.arange(0, D)
     other = tl.where(d < HALF, d + HALF, d - HALF)
     own = row_ptr + head[:, None] * D
-    x = _load_sum(own + d[None, :], stride_part, COUNT)
-    y = _load_sum(own + other[None, :], stride_part, COUNT)
+    x = tl.load(own + d[None, :]).to(tl.float32)
+    y = tl.load(own + other[None, :]).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x *= scale * tl.load(weight_ptr + head[:, None] * D + d[None, :]).to(tl.float32)
@@ -80,9 +70,9 @@ def _prefetch_keys(
 def attention_decode_kernel(
     qkv_ptr, out_ptr, cache_ptr, table_ptr, positions_ptr, slots_ptr, meta_ptr,
     norm_ptr, cos_ptr, sin_ptr, acc_ptr, ml_ptr, tickets_ptr,
-    stride_q, stride_part, stride_cos, eps, scale,
+    stride_q, stride_cos, eps, scale,
     NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, COUNT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     HAS_NORM: tl.constexpr, PREFETCH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence's keys for the G query heads of one key head."""
@@ -107,8 +97,7 @@ def attention_decode_kernel(
         position = tl.maximum(length - 1, 0)
         own = qkv_ptr + row * stride_q
         turned = turned_heads(
-            own, stride_part, query_head, norm_ptr, cos_ptr, sin_ptr, position, stride_cos, eps,
-            COUNT, D, HAS_NORM,
+            own, query_head, norm_ptr, cos_ptr, sin_ptr, position, stride_cos, eps, D, HAS_NORM,
         )  # fmt: skip
         # Rounded as what the cache holds is.
         q = turned.to(cache_ptr.dtype.element_ty)
@@ -118,11 +107,11 @@ def attention_decode_kernel(
         if (end == length) & (slot >= 0):
             one = tl.arange(0, 1)
             k = turned_heads(
-                own, stride_part, NQ + head + one, norm_ptr, cos_ptr, sin_ptr, position,
-                stride_cos, eps, COUNT, D, HAS_NORM,
+                own, NQ + head + one, norm_ptr, cos_ptr, sin_ptr, position, stride_cos, eps,
+                D, HAS_NORM,
             )  # fmt: skip
             at = own + (NQ + NKV + head + one)[:, None] * D + d[None, :]
-            v = _load_sum(at, stride_part, COUNT)
+            v = tl.load(at)
             to = ((slot // PAGE * 2 * NKV + head) * PAGE + slot % PAGE) * D
             place = cache_ptr + to + one[:, None] + d[None, :]
             tl.store(place, k.to(cache_ptr.dtype.element_ty))
@@ -203,7 +192,7 @@ def num_tickets(heads: Heads) -> int:
 
 
 def attend_new_tokens(
-    qkv: torch.Tensor | Parts,
+    qkv: torch.Tensor,
     out: torch.Tensor,
     num_rows: int,
     new: NewTokens,
@@ -215,7 +204,7 @@ def attend_new_tokens(
     """The first `num_rows` rows, one token of sequence 0, 1, ... each.
 
     Args:
-        qkv: [T, (NQ + 2 NKV) * D], rows may be strided; or its parts.
+        qkv: [T, (NQ + 2 NKV) * D], rows may be strided.
         out: [T, NQ * D] contiguous; only those rows are written.
         num_rows: B.
         new: The rows' own keys and values.
@@ -230,21 +219,16 @@ def attend_new_tokens(
     if splits > 1:
         acc = torch.empty(num_rows, NQ, splits, D, dtype=torch.float32, device=out.device)
         ml = torch.empty(num_rows, NQ, splits, 2, dtype=torch.float32, device=out.device)
-    values, count, stride_q, stride_part = qkv, 1, 0, 0
-    if isinstance(qkv, Parts):
-        values, count = qkv.values, qkv.values.shape[0]
-        stride_q, stride_part = qkv.values.stride(1), qkv.values.stride(0)
-    else:
-        stride_q = qkv.stride(0)
     options = dependent(out)
     attention_decode_kernel[(num_rows, heads.NKV, splits)](
-        values, out, pages.cache, pages.table, pages.positions, new.slots, pages.meta,
+        qkv, out, pages.cache, pages.table, pages.positions, new.slots, pages.meta,
         new.norm[0] if new.norm else out, new.tables.cos, new.tables.sin, acc, ml, tickets,
-        stride_q, stride_part, new.tables.cos.stride(0), new.norm[1] if new.norm else 0.0,
+        qkv.stride(0), new.tables.cos.stride(0), new.norm[1] if new.norm else 0.0,
         D**-0.5 * _LOG2_E,
         NQ=NQ, NKV=heads.NKV, D=D, PAGE=heads.page_size,
-        BM=tile.block_m, BN=tile.block_n, SPLITS=splits, COUNT=count,
+        BM=tile.block_m, BN=tile.block_n, SPLITS=splits,
         HAS_NORM=new.norm is not None,
-        PREFETCH=options["PDL"] and pages.cache.element_size() == 2 and D >= 64,
+        # Many sequences' keys do not stay in the L2 until they are read.
+        PREFETCH=options["PDL"] and splits > 1 and out.element_size() == 2 and D >= 64,
         UPCAST=not out.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip

@@ -18,21 +18,24 @@ from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
 @triton.jit
 def sum_of_slots(
     slots_ptr, ids_ptr, map_ptr, token, col, first_expert, num_local, num_experts, H,
-    K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_MAP: tl.constexpr,
+    K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_MAP: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Columns `col` of one token [BLOCK_H] float32.
 
-    Slots of experts that live elsewhere were never written and count as exactly zero.
+    Slots of experts that live elsewhere were never written and count as exactly zero; where
+    IS_WHOLE there are none, and nothing waits for the ids.
     """
     acc = tl.zeros([BLOCK_H], tl.float32)
     for k in tl.static_range(K):
-        expert = tl.load(ids_ptr + token * K + k).to(tl.int32)
-        is_known = (expert >= 0) & (expert < num_experts)
-        if HAS_MAP:
-            local = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int32)
-        else:
-            local = tl.where(is_known, expert - first_expert, -1)
-        is_here = (col < H) & (local >= 0) & (local < num_local)
+        is_here = col < H
+        if not IS_WHOLE:
+            expert = tl.load(ids_ptr + token * K + k).to(tl.int32)
+            is_known = (expert >= 0) & (expert < num_experts)
+            if HAS_MAP:
+                local = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int32)
+            else:
+                local = tl.where(is_known, expert - first_expert, -1)
+            is_here = is_here & (local >= 0) & (local < num_local)
         acc += tl.load(slots_ptr + (token * K + k) * H + col, mask=is_here, other=0.0).to(
             tl.float32
         )
@@ -51,7 +54,7 @@ def moe_combine_kernel(
     col = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = sum_of_slots(
         slots_ptr, ids_ptr, map_ptr, token, col, first_expert, num_local, num_experts, H,
-        K, BLOCK_H, HAS_MAP,
+        K, BLOCK_H, HAS_MAP, False,
     )  # fmt: skip
     tl.store(out_ptr + token * stride_out + col, acc.to(out_ptr.dtype.element_ty), mask=col < H)
 
@@ -69,6 +72,7 @@ class SlotSum:
         expert_map: [E] int32, global id -> local id or -1.
         counts: [E_loc] int32, the layer's slots by expert; whoever takes the sum clears them, for
             the layer that follows.
+        is_whole: Every slot was written: the ids are a router's, and all experts are here.
     """
 
     slots: torch.Tensor
@@ -78,6 +82,7 @@ class SlotSum:
     first_expert: int = 0
     expert_map: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    is_whole: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -99,7 +99,8 @@ def moe_down_gemv_kernel(
     k = line // BN
     n = tl.program_id(0) * BN + line % BN
     slot = token * K + k
-    expert = tl.load(ids_ptr + slot, mask=k < K, other=-1).to(tl.int32)
+    # Read ahead of the wait (see below), so not from a line that the L1 has of an earlier layer.
+    expert = tl.load(ids_ptr + slot, mask=k < K, other=-1, cache_modifier=".cg").to(tl.int32)
     is_known = (expert >= 0) & (expert < num_experts)
     if HAS_MAP:
         local = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int32)

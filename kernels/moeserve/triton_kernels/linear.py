@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
-from moeserve.triton_kernels.linear_split import prefetch_rows
+from moeserve.triton_kernels.linear_narrow import prefetch_rows
 
 # Up to this many rows the parts are programs of their own.
 MAX_SPLIT_ROWS = 256

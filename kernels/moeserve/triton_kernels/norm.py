@@ -2,9 +2,8 @@
 
 Receives rows [T, H]; `add_norm` updates the residual stream in place and returns the normalised
 rows, `embed` turns token ids into rows. What is added may still be a sum to be taken: the slots of
-an expert layer (`combine.SlotSum`) or the parts of a split product (`linear_split.Parts`). Sums are
-float32 in one fixed order a row, so a row's bits do not depend on the batch. The torch form for
-CPUs is `layers/norm.py`.
+an expert layer (`combine.SlotSum`). Sums are float32 in one fixed order a row, so a row's bits do
+not depend on the batch. The torch form for CPUs is `layers/norm.py`.
 """
 
 from __future__ import annotations
@@ -15,31 +14,30 @@ import triton.language as tl
 
 from moeserve.triton_kernels.combine import SlotSum, sum_of_slots
 from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
-from moeserve.triton_kernels.linear_split import Parts
-
-# What x_ptr holds: rows, slots of an expert layer, parts of a product.
-_ROWS, _SLOTS, _PARTS = 0, 1, 2
 
 
 @triton.jit
 def add_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, stride_x, H, eps,
     ids_ptr, map_ptr, counts_ptr, first_expert, num_local, num_experts,
-    BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, SOURCE: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, SLOTS: tl.constexpr, IS_WHOLE: tl.constexpr,
     HAS_MAP: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: residual += x (where HAS_ADD), out = residual / rms * weight."""
+    """One row: residual += x (where HAS_ADD), out = residual / rms * weight.
+
+    SLOTS: slots of a token in x, which are summed; 0 where x holds rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     is_in = col < H
     weight = tl.load(weight_ptr + col, mask=is_in, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    if SOURCE == 0:
+    if SLOTS == 0:
         value = tl.load(x_ptr + row * stride_x + col, mask=is_in, other=0.0).to(tl.float32)
-    elif SOURCE == 1:
+    else:
         value = sum_of_slots(
             x_ptr, ids_ptr, map_ptr, row, col, first_expert, num_local, num_experts, H,
-            COUNT, BLOCK, HAS_MAP,
+            SLOTS, BLOCK, HAS_MAP, IS_WHOLE,
         )  # fmt: skip
         if BLOCK_E > 0 and row == 0:
             # Nobody reads them any more, and the next router counts from zero.
@@ -47,11 +45,6 @@ def add_norm_kernel(
             tl.store(counts_ptr + lane, tl.zeros([BLOCK_E], tl.int32), mask=lane < num_local)
         # Rounded as the rows of the unfused form are.
         value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
-    else:
-        value = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(COUNT):
-            at = x_ptr + (part * tl.num_programs(0) + row) * H + col
-            value += tl.load(at, mask=is_in, other=0.0)
     if HAS_ADD:
         value += tl.load(residual_ptr + row * H + col, mask=is_in, other=0.0).to(tl.float32)
         # The stream is kept in the model's dtype, and the norm sees what is kept.
@@ -81,7 +74,7 @@ def embed_kernel(
 
 
 def add_norm(
-    x: torch.Tensor | SlotSum | Parts,
+    x: torch.Tensor | SlotSum,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -102,21 +95,18 @@ def add_norm(
     if not T:
         return out
     block = triton.next_power_of_2(H)
+    rows, num_slots, is_whole = x, 0, False
     ids, owner = out, (0, 0, 0)
     expert_map = counts = None
-    if isinstance(x, torch.Tensor):
-        source, count, rows = _ROWS, 1, x
-    elif isinstance(x, SlotSum):
-        source, count, rows, ids = _SLOTS, x.topk_ids.shape[1], x.slots, x.topk_ids
+    if isinstance(x, SlotSum):
+        rows, num_slots, is_whole, ids = x.slots, x.topk_ids.shape[1], x.is_whole, x.topk_ids
         owner, expert_map = (x.first_expert, x.num_local, x.num_experts), x.expert_map
         counts = x.counts
-    else:
-        source, count, rows = _PARTS, x.values.shape[0], x.values
     add_norm_kernel[(T,)](
         rows, residual if residual is not None else out, weight, out, rows.stride(0), H, eps,
         ids, expert_map if expert_map is not None else ids,
         counts if counts is not None else ids, *owner,
-        BLOCK=block, HAS_ADD=residual is not None, SOURCE=source, COUNT=count,
+        BLOCK=block, HAS_ADD=residual is not None, SLOTS=num_slots, IS_WHOLE=is_whole,
         HAS_MAP=expert_map is not None,
         BLOCK_E=0 if counts is None else triton.next_power_of_2(counts.shape[0]),
         num_warps=_num_warps(block), **dependent(out),
