@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_engine import EOS, FakeEngine, live_server, piece_tokenizer, pieces_then_eos, service_for
+from fake_engine import (
+    EOS,
+    FakeEngine,
+    config_for_tests,
+    live_server,
+    piece_tokenizer,
+    pieces_then_eos,
+    service_for,
+)
+
+from moeserve.engine.config import EngineConfig
+from moeserve.server.http_guard import HttpError
+from moeserve.server.limits import Limits
+from moeserve.server.turns import LARGE_BODY_BYTES, HeldBytes, Turns
 
 PIECES = ("Ans", "wer 18\nQue", "stion: next")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -263,3 +279,100 @@ def test_a_stop_string_of_several_bytes_a_character_over_token_borders() -> None
             shown = [part["choices"][0]["text"] for part in parts]  # type: ignore[index]
             assert "".join(shown) == kept
             assert not any("�" in piece for piece in shown)
+
+
+def test_a_million_prompts_are_refused_and_others_are_served_meanwhile(url: str) -> None:
+    body = b'{"prompt":[' + b"[5]," * 999_999 + b"[5]]}"
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        huge = pool.submit(httpx.post, url + COMPLETIONS, content=body, timeout=30)
+        num_served = 0
+        while not huge.done():
+            assert post(url).status_code == 200
+            num_served += 1
+        reply = huge.result()
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    assert "at most 1024 prompts, got 1000000" in reply.json()["error"]["message"]
+    assert num_served >= 1
+    assert time.monotonic() - began < 8.0  # a second on a machine that does nothing else
+
+
+def test_large_bodies_take_half_of_the_loop_at_most_and_hold_bounded_memory() -> None:
+    async def take_turns() -> tuple[float, float]:
+        turns = Turns()
+        began = time.monotonic()
+        worked = 0.0
+        for _ in range(4):
+            async with turns.taken(LARGE_BODY_BYTES):
+                start = time.monotonic()
+                time.sleep(0.05)  # noqa: ASYNC251 - as parsing does, it holds the loop
+                worked += time.monotonic() - start
+        async with turns.taken(LARGE_BODY_BYTES - 1):  # a small one waits for nobody
+            return worked, time.monotonic() - began
+
+    worked, whole = asyncio.run(take_turns())
+    # Three rests as long as the work before them.
+    assert whole >= 1.7 * worked
+    held = HeldBytes(100)
+    with held.counted() as count:
+        count(60)
+        with held.counted() as other, pytest.raises(HttpError, match="hold 60 bytes") as caught:
+            other(41)
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        count(40)
+    with held.counted() as count:
+        count(100)
+
+
+def test_bodies_beyond_what_may_be_held_are_429() -> None:
+    config = config_for_tests(limits=Limits(max_held_bytes=1000))
+    with live_server(service_for(FakeEngine(), piece_tokenizer(), config)) as url:
+        reply = post(url, prompt="a" * 2000)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert reply.json()["error"]["code"] == "bodies_full"
+        assert post(url).status_code == 200
+
+
+def test_who_asks_is_told_from_the_key_where_there_are_several() -> None:
+    for keys, names in (
+        (("one", "two"), {"key 0", "key 1"}),
+        (("one",), {"127.0.0.1"}),
+        ((), {"127.0.0.1"}),
+    ):
+        engine = FakeEngine()
+        config = config_for_tests(api_keys=keys)
+        with live_server(service_for(engine, piece_tokenizer(), config)) as url:
+            for key in keys or ("",):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                body = {"prompt": ["a", "b"], "n": 2}
+                reply = httpx.post(url + COMPLETIONS, json=body, headers=headers)
+                assert reply.status_code == 200
+        assert {request.client for request in engine.seen} == names
+        # All sequences of a request are one connection's.
+        assert len({request.connection for request in engine.seen}) == max(len(keys), 1)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_many_sequences_enter_the_engine_a_batch_at_a_time(is_streamed: bool) -> None:
+    engine = FakeEngine(step_s=0.001)
+    most_open = 0
+
+    def respond(request: object) -> list[int]:
+        nonlocal most_open
+        open_now = len(engine.seen) - len(engine.finished) - len(engine.aborted)
+        most_open = max(most_open, open_now)
+        return [65, EOS]
+
+    engine.respond = respond
+    config = config_for_tests(engine=EngineConfig("no-folder", max_num_seqs=4))
+    with live_server(service_for(engine, piece_tokenizer(), config)) as url:
+        reply = post(url, prompt=["a"] * 100, n=2, stream=is_streamed)
+        assert reply.status_code == 200
+    assert len(engine.seen) == 200
+    assert most_open <= 4 + 32
+    if is_streamed:
+        parts = events(reply)
+        ended = [c["index"] for p in parts for c in p["choices"] if c["finish_reason"]]  # type: ignore[attr-defined]
+        assert sorted(ended) == list(range(200))
+    else:
+        assert [c["text"] for c in reply.json()["choices"]] == ["A"] * 200
