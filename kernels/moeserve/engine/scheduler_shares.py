@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.engine.scheduler_flows import Flow, demand_of, share_out
+from moeserve.engine.scheduler_flows import Flow, demand_of, largest_of, share_out, victim_for
 
 if TYPE_CHECKING:
     from moeserve.engine import sequence
@@ -44,9 +44,6 @@ _MOST_LEAST = 4
 # Costs are whole numbers of such parts of a token. Attention over as many tokens costs about as
 # much as a token's other layers, so a token of context costs one part.
 _PARTS = 2048
-# A client takes places from another that runs more than this many times as many sequences. Nearer
-# to equal, places that fall free are shared by turns, and nothing is computed twice.
-_FAR_LESS = 4
 
 
 @dataclass(frozen=True)
@@ -150,37 +147,12 @@ class Shares:
     def victim_for(
         self, seq: sequence.Sequence, running: Sequence[sequence.Sequence]
     ) -> sequence.Sequence | None:
-        """The running sequence that makes way for one whose flow has none; None where nobody does.
-
-        It is the youngest of the client with most, where the other client has far less; else the
-        youngest of the connection with most, of the same client. Whoever runs one keeps it.
-        """
-        flow = seq.flow
-        if flow.num_running:
-            return None
-        counts: dict[str, int] = {}
-        for other in self._present.values():
-            counts[other.client] = counts.get(other.client, 0) + other.num_running
-        client = max(counts, key=lambda name: counts[name])
-        if counts[client] > max(1, _FAR_LESS * counts[flow.client]):
-            return next(s for s in reversed(running) if s.flow.client == client)
-        largest = max(
-            (f for f in self._present.values() if f.client == flow.client),
-            key=lambda f: f.num_running,
-        )
-        if largest.num_running < 2:
-            return None
-        return next(s for s in reversed(running) if s.flow is largest)
+        """See `scheduler_flows.victim_for`."""
+        return victim_for(seq, running, self._present.values())
 
     def largest_of(self, running: Sequence[sequence.Sequence]) -> sequence.Sequence:
-        """The running sequence that gives its pages back: the youngest of who has most."""
-        if len(self._present) < 2:
-            return running[-1]
-        counts: dict[str, int] = {}
-        for flow in self._present.values():
-            counts[flow.client] = counts.get(flow.client, 0) + flow.num_running
-        # Of equals the youngest: a later one replaces an earlier.
-        return max(reversed(running), key=lambda s: (counts[s.flow.client], s.flow.num_running))
+        """See `scheduler_flows.largest_of`."""
+        return largest_of(running, self._present.values())
 
     def to_the_back(self, seq: sequence.Sequence) -> None:
         """Give a sequence that made way a turn behind whom it made way for."""
@@ -199,6 +171,8 @@ class Shares:
         self._is_limited = False
         if len(self._present) + len(self._absent) < 2:
             return budget
+        if self._are_alike():
+            return self._calm(running, budget)
         parties = self._parties(self._wanting(running, num_free))
         if parties.num_all < 2 or not parties.flows:
             return budget
@@ -208,10 +182,10 @@ class Shares:
             light = self._with_least_use(light, parties)
         else:
             light = [party for party in parties.flows if party[0].num_open == 1]
-        heavy = [party for party in parties.flows if party not in light]
+        chosen = set(map(id, light))
+        heavy = [party for party in parties.flows if id(party) not in chosen]
         if not heavy:
-            # One long prompt must not hold up the others' tokens for the time of a whole step.
-            return min(budget, _CALM_STEP * self._among_clients.fair_tokens + len(running))
+            return self._calm(running, budget)
         if not light and not parties.num_absent:
             return budget
         rule = parties.rule
@@ -226,6 +200,22 @@ class Shares:
             flow.left = flow.demand
         share_out(heavy, rest)
         return size
+
+    def _calm(self, running: Sequence[sequence.Sequence], budget: int) -> int:
+        """One long prompt must not hold up the others' tokens for the time of a whole step."""
+        return min(budget, _CALM_STEP * self._among_clients.fair_tokens + len(running))
+
+    def _are_alike(self) -> bool:
+        """Whether all are connections of one client with one sequence each: an evaluation's step.
+
+        Told apart from the rest because it is met with a thousand of them, many times a second.
+        """
+        if not self._present:
+            return False
+        client = next(iter(self._present.values())).client
+        return all(
+            flow.num_open == 1 and flow.client == client for flow in self._present.values()
+        ) and all(flow.client == client for flow in self._absent.values())
 
     def _with_least_use(self, light: list[list[Flow]], parties: _Parties) -> list[list[Flow]]:
         """Of clients that want as little, those that had as little in the last steps."""
