@@ -160,6 +160,22 @@ def test_a_deterministic_result_depends_on_nothing_around_it(folder: Path) -> No
     assert run(names, eager) == alone
 
 
+@pytest.mark.parametrize(("N", "K"), [(2048, 4096), (5120, 2048), (128, 2048), (1000, 96)])
+def test_fixed_products_have_the_same_bits_for_every_number_of_rows(N: int, K: int) -> None:
+    from moeserve.triton_kernels.linear import FixedProjection, num_parts
+
+    x = torch.randn(600, K, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
+    project = FixedProjection()
+    whole = project(x, weight)
+    expected = x.double() @ weight.double().T
+    assert float((whole.double() - expected).norm() / expected.norm()) < 5e-3
+    assert num_parts(N, K) > 1 or K < 512
+    for T in (1, 2, 15, 16, 17, 64, 65, 128, 200, 256, 257):
+        for first in (0, 600 - T):
+            assert torch.equal(project(x[first : first + T], weight), whole[first : first + T])
+
+
 def engine_of_cache_free(engine: Engine) -> Engine:
     """The same engine with nothing in its prefix cache."""
     engine.pool.drop_cache()

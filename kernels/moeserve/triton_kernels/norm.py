@@ -95,13 +95,15 @@ def add_norm(
     if not T:
         return out
     block = triton.next_power_of_2(H)
-    rows, num_slots, is_whole = x, 0, False
+    num_slots, is_whole = 0, False
     ids, owner = out, (0, 0, 0)
     expert_map = counts = None
     if isinstance(x, SlotSum):
         rows, num_slots, is_whole, ids = x.slots, x.topk_ids.shape[1], x.is_whole, x.topk_ids
         owner, expert_map = (x.first_expert, x.num_local, x.num_experts), x.expert_map
         counts = x.counts
+    else:
+        rows = x
     add_norm_kernel[(T,)](
         rows, residual if residual is not None else out, weight, out, rows.stride(0), H, eps,
         ids, expert_map if expert_map is not None else ids,
