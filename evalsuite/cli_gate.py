@@ -26,6 +26,7 @@ _ROOT = typer.Option("", "--configs-root", help="Folder of the suites.")
 _BASELINES = typer.Option("baselines", "--baselines", help="Folder of baselines.")
 _ENGINE = typer.Option("", "--engine", help="Engine in place of the file's own.")
 _BASE_URL = typer.Option("", "--base-url", help="Use this running server.")
+_POOL = typer.Option("", "--pool", help="Pool of machines, where no list names one.")
 _DATA = typer.Option("", "--data-dir", help="Folder of data files.")
 _RESULTS = typer.Option("results", "--results", help="Folder for run folders.")
 
@@ -39,6 +40,7 @@ class _Where:
     base_url: str = ""
     data_dir: str = ""
     limit: int | None = None
+    pool: str = ""
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -64,6 +66,7 @@ def _find(name: str, where: _Where) -> tuple[EvalJob, RunOptions]:
             base_url=where.base_url,
             data_dir=where.data_dir,
             limit=where.limit,
+            pool=where.pool,
         ),
         [name],
     )
@@ -87,6 +90,7 @@ def baseline_save(
     engine: str = _ENGINE,
     base_url: str = _BASE_URL,
     data_dir: str = _DATA,
+    pool: str = _POOL,
     results: str = _RESULTS,
 ) -> int:
     """Save a job of a finished run, or of repeats on one warm server; approve makes it count."""
@@ -96,7 +100,7 @@ def baseline_save(
 
     if (run is None) == (repeats is None):
         raise ConfigError("baseline save: give --run RUN, or --repeats N to ask anew")
-    found, options = _find(job, _Where(configs_root, engine, base_url, data_dir))
+    found, options = _find(job, _Where(configs_root, engine, base_url, data_dir, pool=pool))
     interrupt_on_sigterm()
     needs_server = run is None or replays
     return cli_baseline.baseline_save(
@@ -161,6 +165,7 @@ def calibrate(
     engine: str = _ENGINE,
     base_url: str = _BASE_URL,
     data_dir: str = _DATA,
+    pool: str = _POOL,
     results: str = _RESULTS,
 ) -> int:
     """Measure the run-to-run noise of a job on one warm server."""
@@ -168,7 +173,7 @@ def calibrate(
     from evalsuite.run_folder import new_folder
     from evalsuite.session import interrupt_on_sigterm
 
-    found, options = _find(job, _Where(configs_root, engine, base_url, data_dir, limit))
+    found, options = _find(job, _Where(configs_root, engine, base_url, data_dir, limit, pool))
     interrupt_on_sigterm()
     return cli_calibrate.calibrate_job(
         found,
@@ -187,6 +192,7 @@ def replay(
     engine: str = _ENGINE,
     base_url: str = _BASE_URL,
     data_dir: str = _DATA,
+    pool: str = _POOL,
     results: str = _RESULTS,
 ) -> int:
     """Teacher-force a baseline's answers through a server and gate on the shift."""
@@ -194,7 +200,7 @@ def replay(
     from evalsuite.run_folder import new_folder
     from evalsuite.session import interrupt_on_sigterm
 
-    found, options = _find(job, _Where(configs_root, engine, base_url, data_dir))
+    found, options = _find(job, _Where(configs_root, engine, base_url, data_dir, pool=pool))
     interrupt_on_sigterm()
     return cli_stats.replay_job(
         found,
