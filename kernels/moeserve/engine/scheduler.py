@@ -1,81 +1,28 @@
 """What runs in the next step: decodes first, then prompts cut to the tokens that are left.
 
 Receives requests as `Sequence`, returns one `StepPlan` a step and owns queues, rows and pages of
-every sequence. Tensors are made from the plan by `batch.py`; tokens come back through
-`engine.py`. The order of decisions depends on the requests alone, so ranks that see the same
+every sequence. The order of decisions depends on the requests alone, so ranks that see the same
 requests schedule the same steps.
 
 Rules: every decoding sequence advances in every step; a prompt takes what is left, at most half
 of it while others wait and it would not be done anyway; a prompt's pages are taken when it is
 admitted, so a prefill never runs dry half-way; where a decode finds no page, the youngest
-running sequence gives its pages back, keeps its tokens and is computed again later. Where one
-connection asks for so much that others would wait, `scheduler_shares.py` makes steps smaller and
-says what each may have of them; its sequences then take turns.
+running sequence of who has most gives its pages back, keeps its tokens and is computed again. Where
+one client asks for so much that others would wait, `scheduler_shares.py` makes steps smaller.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from moeserve.engine.config import CPU_FAIR_TOKENS
 from moeserve.engine.kv_cache import NULL_PAGE, PagePool, page_keys
+from moeserve.engine.scheduler_plan import SchedulerLimits as SchedulerLimits
+from moeserve.engine.scheduler_plan import StepPlan as StepPlan
 from moeserve.engine.scheduler_shares import Shares
 from moeserve.engine.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Sizes of a step.
-
-    Attributes:
-        max_num_seqs: Sequences in a step.
-        max_num_batched_tokens: Tokens in a step.
-        max_model_len: Tokens of a sequence.
-        has_chunked_prefill: A prompt may be spread over several steps.
-        fair_tokens: Tokens that take as long as a step takes before its first one.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    has_chunked_prefill: bool = True
-    fair_tokens: int = CPU_FAIR_TOKENS
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step: who runs, and how many tokens of each.
-
-    Attributes:
-        decodes: Sequences with one new token.
-        prefills: (sequence, tokens of it in this step); a step that reaches the last known token
-            of a sequence yields its next one.
-    """
-
-    decodes: list[Sequence]
-    prefills: list[tuple[Sequence, int]]
-
-    def __bool__(self) -> bool:
-        return bool(self.decodes or self.prefills)
-
-    @property
-    def num_tokens(self) -> int:
-        """T of the step."""
-        return len(self.decodes) + sum(count for _, count in self.prefills)
-
-    @staticmethod
-    def yields_token(seq: Sequence, count: int) -> bool:
-        """Whether `count` more tokens of `seq` reach its last one, and another is wanted."""
-        return seq.num_computed + count == len(seq.tokens) < seq.max_total
-
-    def sampled(self) -> list[Sequence]:
-        """Sequences that get a token from this step, decodes first; before `advance`."""
-        return self.decodes + [s for s, count in self.prefills if self.yields_token(s, count)]
-
 
 # Waiting sequences that are passed by, at most, in search of one that may run.
 _MOST_LOOKED_AT = 256
@@ -130,8 +77,8 @@ class Scheduler:
         budget = self.shares.begin_step(self.running, len(self._free_rows), most)
         plan = self._plan(budget, first)
         if not plan and self.shares.is_limited:
-            # Whom the step was kept free for cannot run now.
-            plan = self._plan(self.shares.lift(most), first)
+            self.shares.lift()  # whom the step was kept free for cannot run now
+            plan = self._plan(most, first)
         return plan
 
     def _plan(self, budget: int, first: Sequence | None) -> StepPlan:
@@ -159,8 +106,7 @@ class Scheduler:
         decodes: list[Sequence] = []
         page_size = self.pool.page_size
         before = self.num_preemptions
-        # A copy, because preemption takes sequences out.
-        for seq in self._decoding():
+        for seq in self._decoding():  # a copy: preemption takes sequences out
             if seq.row < 0 or len(seq.tokens) - seq.num_computed != 1:
                 continue
             if seq.num_pending and seq.is_ending:
@@ -224,9 +170,8 @@ class Scheduler:
             if victim is None:
                 break
             self._preempt(victim)
-            # Not before whom it made way for.
             self.waiting.remove(victim)
-            self.shares.to_the_back(victim)
+            self.shares.to_the_back(victim)  # not before whom it made way for
             insort(self.waiting, victim, key=lambda s: s.order)
         return head if self.num_preemptions != before else None
 

@@ -1,9 +1,19 @@
-"""A connection as the scheduler sees it, and max-min shares among several.
+"""A connection as the scheduler sees it, max-min shares among several, and who makes way for whom.
 
 `scheduler_shares.py` counts sequences in and out of flows and decides how much there is to share.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moeserve.engine import sequence
+
+# A client takes places from another that runs more than this many times as many sequences. Nearer
+# to equal, places that fall free are shared by turns, and nothing is computed twice.
+_FAR_LESS = 4
 
 
 class Flow:
@@ -75,3 +85,40 @@ def _water_filled(demands: dict[int, int], size: int) -> dict[int, int]:
         size -= given[key]
         num_left -= 1
     return given
+
+
+def _running_by_client(flows: Collection[Flow]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for flow in flows:
+        counts[flow.client] = counts.get(flow.client, 0) + flow.num_running
+    return counts
+
+
+def victim_for(
+    seq: sequence.Sequence, running: Sequence[sequence.Sequence], flows: Collection[Flow]
+) -> sequence.Sequence | None:
+    """The running sequence that makes way for one whose flow has none; None where nobody does.
+
+    It is the youngest of the client with most, where the other client has far less; else the
+    youngest of the connection with most, of the same client. Whoever runs one keeps it.
+    """
+    if seq.flow.num_running:
+        return None
+    counts = _running_by_client(flows)
+    client = max(counts, key=lambda name: counts[name])
+    if counts[client] > max(1, _FAR_LESS * counts[seq.flow.client]):
+        return next(s for s in reversed(running) if s.flow.client == client)
+    own = [flow for flow in flows if flow.client == seq.flow.client]
+    largest = max(own, key=lambda flow: flow.num_running)
+    if largest.num_running < 2:
+        return None
+    return next(s for s in reversed(running) if s.flow is largest)
+
+
+def largest_of(running: Sequence[sequence.Sequence], flows: Collection[Flow]) -> sequence.Sequence:
+    """The running sequence that gives its pages back: the youngest of who has most."""
+    if len(flows) < 2:
+        return running[-1]
+    counts = _running_by_client(flows)
+    # Of equals the first that is seen, which is the youngest.
+    return max(reversed(running), key=lambda s: (counts[s.flow.client], s.flow.num_running))

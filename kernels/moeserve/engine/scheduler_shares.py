@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 MEMORY_STEPS = 64
 # What a client had in a step counts as this much at most.
 _MOST_NOTED = 16
-# Prompt tokens of a step beside tokens of other connections, in F: 256 on a CPU, which take as long
-# each as those of a step of 2048.
+# Prompt tokens of a step beside other connections, in F: 256 on a CPU, as fast as 2048, each.
 _CALM_STEP = 64
 # The least party counts with at most this many times F: a prompt found in the cache wants less than
 # its length, and must not make room for as many tokens of others.
@@ -134,8 +133,7 @@ class Shares:
             key = (flow.client, flow.connection)
             self._absent[key] = self._present.pop(key)
             flow.gone_at = self._num_steps
-        if not self._present:
-            # Nobody is in anybody's way.
+        if not self._present:  # nobody is in anybody's way
             self._absent.clear()
             self._used.clear()
 
@@ -193,9 +191,9 @@ class Shares:
         earned = (parties.num_all - 1) * light_step * _PARTS // rule.light_steps
         self._credit = min(self._credit + earned, (budget + rule.fair_tokens) * _PARTS)
         size = sum(map(demand_of, light)) + (rest := self._spend(rule, heavy, bool(light)))
-        if size >= budget:
+        self._is_limited = size < budget
+        if not self._is_limited:
             return budget
-        self._is_limited = True
         for flow in (flow for party in light for flow in party):
             flow.left = flow.demand
         share_out(heavy, rest)
@@ -228,10 +226,9 @@ class Shares:
         least = min(used.values())
         return [party for party in light if used[party[0].client] * 2 <= least * 3]
 
-    def lift(self, budget: int) -> int:
-        """Take the limits off this step, in which nobody could run; return its most tokens."""
+    def lift(self) -> None:
+        """Take the limits off this step, in which nobody could run."""
         self._is_limited = False
-        return budget
 
     def _spend(self, rule: _Rule, heavy: list[list[Flow]], has_light: bool) -> int:
         """Tokens for the parties that want much, 0 where they have to save up first."""
