@@ -26,7 +26,6 @@ from moeserve.server.http_guard import (
     Scope,
     Send,
     origin_of,
-    read_body,
 )
 from moeserve.server.params import Job, Prompt, chat_job, completion_job
 from moeserve.server.prompts import encode, read_messages, read_prompts
@@ -39,15 +38,10 @@ from moeserve.server.protocol import (
     parse_json,
 )
 from moeserve.server.replies import Reply
-from moeserve.server.sequences import (
-    Choice,
-    EngineFailedError,
-    best,
-    plan_choices,
-    run_all,
-    stream_all,
-)
+from moeserve.server.running import best, run_all, stream_all
+from moeserve.server.sequences import Choice, EngineFailedError, plan_choices
 from moeserve.server.service import Service
+from moeserve.server.turns import read_body
 
 logger = logging.getLogger("moeserve.server")
 Result = TypeVar("Result")

@@ -1,8 +1,9 @@
-"""What stands before the routes: bounds on headers and bodies, the API key, errors as JSON.
+"""What stands before the routes: bounds on headers, the API key, errors as JSON.
 
-Receives raw ASGI messages; passes a request on or answers it. Plain ASGI rather than a framework's
-middleware, so that a client's disconnect reaches the routes and a stream costs nothing extra.
-`BoundedProtocol` adds what uvicorn lacks: a limit on how long headers may take.
+Receives raw ASGI messages; passes a request on or answers it; bodies are read in `turns.py`. Plain
+ASGI rather than a framework's middleware, so that a client's disconnect reaches the routes and a
+stream costs nothing extra. `BoundedProtocol` adds what uvicorn lacks: a limit on how long headers
+may take.
 """
 
 from __future__ import annotations
@@ -194,63 +195,6 @@ def origin_of(scope: Scope, num_keys: int) -> tuple[str, str]:
     host, port = scope.get("client") or ("", 0)
     client = f"key {scope['moeserve.key']}" if num_keys > 1 else str(host)
     return client, f"{host}:{port}"
-
-
-async def read_body(
-    scope: Scope, receive: Receive, limits: Limits, count: Callable[[int], None]
-) -> bytes:
-    """Return a request's body.
-
-    Args:
-        scope: Of the request.
-        receive: Gives its parts.
-        limits: On size and time.
-        count: Told of bytes before they are kept; may raise.
-
-    Raises:
-        HttpError: 415 not JSON or compressed, 413 too large, 408 too slow, 400 cut short.
-    """
-    _check_media(scope["headers"])
-    too_large = HttpError(
-        413, f"the body is larger than {limits.max_body_bytes} bytes", closes=True
-    )
-    for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limits.max_body_bytes:
-            raise too_large
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise HttpError(400, "the body was cut short", closes=True)
-                size += len(message.get("body", b""))
-                if size > limits.max_body_bytes:
-                    raise too_large
-                count(len(message.get("body", b"")))
-                parts.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        limit = limits.body_timeout_s
-        raise HttpError(408, f"the body was not complete after {limit:g} s", closes=True) from None
-
-
-def _check_media(headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse what would be read wrongly, and what a page of another origin may send unasked.
-
-    A browser sends `text/plain` to any address without asking it first, `application/json` not.
-    """
-    for name, value in headers:
-        if name == b"content-type":
-            kind = value.split(b";")[0].strip().lower()
-            if kind != b"application/json" and not kind.endswith(b"+json"):
-                shown = ascii(kind[:80].decode("latin-1"))
-                raise HttpError(415, f"content-type: want application/json, got {shown}")
-        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            shown = ascii(value[:80].decode("latin-1"))
-            raise HttpError(415, f"content-encoding: want none, got {shown}")
 
 
 def _write_chunk(cycle: RequestResponseCycle, part: bytes) -> bool:
