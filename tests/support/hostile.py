@@ -58,7 +58,11 @@ def hostile_body(rng: random.Random, path: str) -> bytes:
     if kind < 0.1:
         return rng.randbytes(rng.randrange(200))
     names = [*ROUTES[path].model_fields, "suffix", "tools", "unknown_field", "max_token"]
-    body = {name: USUAL[name] for name in USUAL if name in ROUTES[path].model_fields}
+    body: dict[str, object] = {
+        name: USUAL[name] for name in USUAL if name in ROUTES[path].model_fields
+    }
+    if "messages" in body and rng.random() < 0.9:
+        body["max_tokens"] = 16  # absent, it is all that the context leaves: seconds of work
     for name in rng.sample(names, rng.randrange(4)):
         is_odd = rng.random() < 0.6 or name not in PLAUSIBLE
         body[name] = rng.choice(ODD) if is_odd else PLAUSIBLE[name]
