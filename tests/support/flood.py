@@ -1,7 +1,7 @@
 """A normal client's rate with and without a flood beside it, and the memory of the server.
 
 Windows alternate, so that whatever else the machine does falls on both; medians are compared. The
-flood is a program of its own with the least priority: its own work is no part of what is measured.
+flood is a program of its own with less priority: its own work is no part of what is measured.
 """
 
 from __future__ import annotations

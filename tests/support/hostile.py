@@ -176,9 +176,9 @@ class Flood:
 def main() -> None:
     """Obey the lines of the input until it ends."""
     url, key, seed, num_workers = sys.argv[1:]
-    os.nice(19)
+    os.nice(10)
     with contextlib.suppress(OSError):  # sessions are weighed against each other where it exists
-        Path("/proc/self/autogroup").write_text("19")
+        Path("/proc/self/autogroup").write_text("10")
     flood = Flood(url, key, int(seed), int(num_workers))
     for line in sys.stdin:
         if line.strip() == "go":
