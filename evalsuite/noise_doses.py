@@ -65,18 +65,19 @@ def doses(runs: Sequence[NoiseRun], folder: Path, names: Sequence[str]) -> list[
     """
     found = [one for name in names if (one := load_variant(folder, name)) is not None]
     replayed = [run for run in runs if run.logprobs]
-    noise = measure_noise([run.right for run in runs])
-    # What `evalsuite calibrate` would write into the file.
-    calibrated = Floor(
-        round(noise.mean_accuracy, 9),
-        round(tolerance_for(0.001, noise.sigma_run, noise.n), 9),
-        noise.sigma_run,
-    )
+    if len(replayed) < 2:
+        return []
     return [
-        _dose(one, runs[0].right, _partners(one, replayed), calibrated)
+        _dose(one, runs[0].right, _partners(one, replayed), _calibrated(runs, len(one.right)))
         for one in found
-        if len(replayed) > 1
     ]
+
+
+def _calibrated(runs: Sequence[NoiseRun], n: int) -> Floor:
+    """What `evalsuite calibrate` would write into a file that asks the first `n` questions."""
+    noise = measure_noise([run.right[:n] for run in runs])
+    tolerance = tolerance_for(0.001, noise.sigma_run, n)
+    return Floor(round(noise.mean_accuracy, 9), round(tolerance, 9), noise.sigma_run)
 
 
 def _partners(one: Variant, replayed: Sequence[NoiseRun]) -> tuple[NoiseRun, NoiseRun]:
@@ -93,6 +94,7 @@ def _dose(
     one: Variant, clean: Sequence[bool], partners: tuple[NoiseRun, NoiseRun], calibrated: Floor
 ) -> Dose:
     n = len(one.right)
+    clean = clean[:n]
     accuracy, reference = sum(one.right) / n, sum(clean) / n
     counts, floor = Counts(sum(one.right), 0, n), Floor(reference, TOLERANCE)
     run = {index: (right,) for index, right in enumerate(one.right)}

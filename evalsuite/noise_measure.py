@@ -138,7 +138,8 @@ def measure_variants(plan: RunPlan, names: Sequence[tuple[int, str]]) -> None:
         kept = dict(enumerate(base.token_ids[: plan.num_replayed]))
         loads = [number + 7 * again for again in range(VARIANT_REPLAYS)]
         replays = [_rows(model.score(kept, load), plan.num_replayed) for load in loads]
-        order = random.Random(number).sample(range(plan.num_questions), plan.num_questions)
+        asked = min(plan.num_asked_variants, plan.num_questions)
+        order = random.Random(number).sample(range(asked), asked)
         found = model.ask(order, number)
         right = [is_right(found[i].text, model.questions[i]) for i in sorted(found)]
         parted = splits(found, base.token_ids, base.margins)
@@ -168,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--margin-cut", type=float, default=2.0, help="later runs ask what lies below it")
     add("--questions", type=int, default=1319)
     add("--replayed", type=int, default=500, help="replies that are teacher-forced")
+    add("--asked", type=int, default=1319, help="questions of each variant")
     add("--dither", type=float, default=DITHER, help="0 for the processor's own rounding alone")
     add("--threads", type=int, default=1)
     args = parser.parse_args(argv)
@@ -177,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = RunPlan(
         args.work,
         args.questions,
+        num_asked_variants=args.asked,
         num_replayed=args.replayed,
         dither=args.dither,
         num_full=args.full,

@@ -72,6 +72,7 @@ class RunPlan:
     Attributes:
         folder: One JSON file a run.
         num_questions: Asked in every run, from the first of the test set.
+        num_asked_variants: Asked of a variant, from the first.
         num_replayed: Replies of run 0 that some runs and every variant teacher-force.
         dtype: "bfloat16" or "float32". In float32 two runs hardly ever differ.
         dither: Largest relative change of an output of a MoE layer (without an engine); 0 for none.
@@ -85,6 +86,7 @@ class RunPlan:
 
     folder: Path
     num_questions: int = 1319
+    num_asked_variants: int = 1319
     num_replayed: int = 100
     dtype: str = "bfloat16"
     dither: float = DITHER
@@ -149,7 +151,7 @@ class Variant:
 
     Attributes:
         name: "noise:0.03", "torch_grouped_mm", ...
-        right: By question index; empty where none was asked.
+        right: Of the first questions.
         splits: Replies that differ from the clean run 0's.
         replays: Log-probabilities of run 0's first replies, once for each replay.
         seconds: Wall time.

@@ -62,9 +62,9 @@ class Plan:
     """
 
     folder: Path
-    num_questions: int = 330
+    num_questions: int = SPLIT_ROWS["test"]
     num_whole: int = SPLIT_ROWS["test"]
-    num_replayed: int = 100
+    num_replayed: int = 330
     batch_size: int = 330
 
 
@@ -174,8 +174,9 @@ def machine() -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how much to measure."""
     parser.add_argument("--work", type=Path, required=True, help="folder of the measured answers")
-    parser.add_argument("--questions", type=int, default=330, help="asked under each fault")
-    parser.add_argument("--replayed", type=int, default=100, help="clean replies teacher-forced")
+    add = parser.add_argument
+    add("--questions", type=int, default=Plan.num_questions, help="asked under each fault")
+    add("--replayed", type=int, default=Plan.num_replayed, help="clean replies teacher-forced")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
 
 

@@ -35,6 +35,8 @@ BEGIN = "<!-- measured: begin (made by a command, do not edit) -->"
 END = "<!-- measured: end -->"
 COMMAND = "python -m moeserve.tiny.report --work build/embedded --out docs/embedded-model.md"
 FAMILIES_A_ROW = 4
+# Asked by the files of `configs/`, so that a run takes half a minute.
+NUM_FIRST = 330
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -156,8 +158,8 @@ def render(folder: Path) -> str:
         "### Accuracy",
         f"{sum(clean.right)} of {len(clean.right)} held-out questions right, five-shot, greedy, "
         f"float32: **{interval(sum(clean.right), len(clean.right))} %**; "
-        f"{sum(clean.right[:n])} of the first {n}. {summary['unfinished']} replies lack an "
-        f"answer. A prompt has {summary['mean_prompt_tokens']:.0f} tokens on average "
+        f"{sum(clean.right[:NUM_FIRST])} of the first {NUM_FIRST}. {summary['unfinished']} replies "
+        f"lack an answer. A prompt has {summary['mean_prompt_tokens']:.0f} tokens on average "
         f"({summary['max_prompt_tokens']} at most), a reply {summary['mean_reply_tokens']:.0f}. "
         f"In batches of another size {same} of {len(again.texts)} replies are the same.",
         families(summary),
@@ -173,7 +175,7 @@ def render(folder: Path) -> str:
         precision_text(clean, narrow),
         "### Accuracy under faults",
         f"The number is the dose, `@2` means layer 2 alone; without it every layer is hit. Asked: "
-        f"the first {n} questions, of which the clean model answers {sum(clean.right[:n])} right "
+        f"{n:,} questions, of which the clean model answers {sum(clean.right[:n])} right "
         f"({100 * sum(clean.right[:n]) / max(1, n):.2f} %). *Lost* went from right to wrong, "
         "*gained* the other way.",
         kinds_list(),
