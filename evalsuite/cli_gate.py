@@ -187,6 +187,9 @@ def replay(
     job: str = _JOB,
     reference: str = typer.Option(None, "--baseline", help="File or folder; default: its own."),
     run: str = typer.Option(None, "--run", metavar="RUN", help="Explain this run's flips."),
+    other_kernels: bool = typer.Option(
+        False, "--other-kernels", help="Rounding may differ: test for loss and large shifts alone."
+    ),
     baselines: str = _BASELINES,
     configs_root: str = _ROOT,
     engine: str = _ENGINE,
@@ -197,6 +200,7 @@ def replay(
 ) -> int:
     """Teacher-force a baseline's answers through a server and gate on the shift."""
     from evalsuite import cli_stats
+    from evalsuite.replay import ReplayLimits
     from evalsuite.run_folder import new_folder
     from evalsuite.session import interrupt_on_sigterm
 
@@ -206,7 +210,12 @@ def replay(
         found,
         options,
         new_folder(Path(results) / "replay").path,
-        cli_stats.ReplayWish(Path(baselines), reference, Path(run) if run else None),
+        cli_stats.ReplayWish(
+            Path(baselines),
+            reference,
+            Path(run) if run else None,
+            ReplayLimits(has_other_kernels=other_kernels),
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from evalsuite import baseline_store, compare, replay
+from evalsuite import baseline_store, compare, near_ties, replay
 from evalsuite.baseline import Baseline, digest
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError
@@ -127,7 +127,7 @@ def replay_job(
         if answer.logprob_noise is not None
     }
     old = {i: answer.logprobs_again for i, answer in baseline.answers.items()}
-    is_paired = any(old.values())
+    is_paired = any(old.values()) and not wanted.limits.has_other_kernels
     with WarmServer(job, options, folder) as warm:
         scored = score_baseline(warm, job, baseline, options, 0)
         twice = score_baseline(warm, job, baseline, options, 1) if is_paired else {}
@@ -197,5 +197,5 @@ def _explain(
     return [
         f"  flip {flip.index} ({'right' if flip.was_right else 'wrong'} -> "
         f"{'right' if flip.is_right else 'wrong'}): {flip.note or 'no reply to compare'}"
-        for flip in replay.explain_flips(flips, scored, changed)
+        for flip in near_ties.explain_flips(flips, scored, changed)
     ]

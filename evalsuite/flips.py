@@ -1,7 +1,7 @@
 """Questions that two runs answered with different outcomes, both replies side by side.
 
 Receives two ledgers (or a baseline and a ledger), returns `Flip`s in question order. Why a
-question flipped is `replay.py`; how flips are shown is `report/`.
+question flipped is `near_ties.py`; how flips are shown is `report/`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import mean, median
 
 from evalsuite.files import write_text
+from evalsuite.near_ties import NEAR_TIE_NATS
 from evalsuite.noise_doses import ACCURACY_GATES, Dose, doses
 from evalsuite.noise_rates import Rate, clopper_pearson, false_alarms, replays
 from evalsuite.noise_runs import NoiseRun, load_runs
-from evalsuite.replay import NEAR_TIE_NATS, ReplayLimits
+from evalsuite.replay import ReplayLimits
 from evalsuite.report.markdown import table
 from evalsuite.stats.noise import Noise, measure_noise
 from evalsuite.verdict import Status

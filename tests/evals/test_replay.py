@@ -12,12 +12,11 @@ from fake_server import Action, FakeServer, Request, error
 from evalsuite.baseline import LOGPROB_DIGITS
 from evalsuite.errors import EvalError
 from evalsuite.flips import Flip
+from evalsuite.near_ties import explain_flip, explain_flips
 from evalsuite.replay import (
     ReplayLimits,
     clipped,
     compare_logprobs,
-    explain_flip,
-    explain_flips,
     noise_between,
 )
 from evalsuite.replay_client import ReplayServer, Scored, answer_part, score
@@ -288,3 +287,25 @@ def test_bit_equal_replays_have_nothing_to_agree_on() -> None:
     assert outcome.status is Status.PASS
     assert outcome.agreement == 0.0
     assert outcome.p_agreement == 1.0
+
+
+def test_other_kernels_may_round_and_may_not_lose() -> None:
+    rng = np.random.default_rng(8)
+    base = answers(rng)
+    shift = {i: list(rng.normal(0, 0.003, len(row))) for i, row in base.items()}
+    first, after, again = four(rng, base, 0.0001, shift)
+    noise = noise_between(first, again[0])
+    assert compare_logprobs(first, after, ReplayLimits(), noise, again).status is Status.FAIL
+    allowed = ReplayLimits(has_other_kernels=True)
+    outcome = compare_logprobs(first, after, allowed, noise, again)
+    assert outcome.status is Status.PASS
+    assert (outcome.p_spread, outcome.agreement, outcome.num_beyond) == (None, None, 0)
+    # A loss is one whatever computes it, and so are five answers in a hundred far off.
+    lossy = {i: [x - 0.004 for x in row] for i, row in after.items()}
+    assert compare_logprobs(first, lossy, allowed, noise, again).status is Status.FAIL
+    far = {i: [x + 0.02 * (-1) ** j for j, x in enumerate(after[i])] for i in range(15)}
+    outcome = compare_logprobs(first, {**after, **far}, allowed, noise, again)
+    assert outcome.status is Status.FAIL
+    assert outcome.num_beyond == 15
+    few = {i: far[i] for i in range(4)}
+    assert compare_logprobs(first, {**after, **few}, allowed, noise).status is Status.PASS
