@@ -80,7 +80,7 @@ ENTRY_FILES = {
     "kernels/moeserve/__main__.py",
     "kernels/moeserve/args.py",
     "kernels/moeserve/backends_command.py",
-    "kernels/moeserve/engine/process.py",  # hands all of it on to the process that it starts
+    "kernels/moeserve/engine/spawn.py",  # hands all of it on to the process that it starts
 }
 
 MAX_LINES = 300

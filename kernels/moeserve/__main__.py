@@ -10,9 +10,14 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from moeserve import __version__
 from moeserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from moeserve.args import ServeConfig
 
 _BENCHES = {
     "serve": "moeserve.bench.serve",
@@ -59,10 +64,21 @@ def _dispatch(words: list[str]) -> int:
     if "--help" in words or "-h" in words or not words:
         print(help_text())
         return 0 if words else 2
-    config = parse(words)
-    from moeserve.server.launch import serve
+    return _serve(parse(words))
 
-    return serve(config)
+
+def _serve(config: ServeConfig) -> int:
+    from moeserve.engine.process import start_engine
+    from moeserve.engine.spawn import spawn_engine
+
+    # The engine imports torch while this process imports the HTTP side.
+    spawned = spawn_engine(config.engine)
+    try:
+        from moeserve.server.launch import serve
+
+        return serve(config, partial(start_engine, spawned=spawned))
+    finally:
+        spawned.abandon()
 
 
 def _run(module: str, words: list[str]) -> int:

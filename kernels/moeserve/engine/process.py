@@ -9,13 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 
 from moeserve import errors
@@ -23,14 +18,11 @@ from moeserve.engine.client import EngineInfo, EngineStats
 from moeserve.engine.config import EngineConfig
 from moeserve.engine.dp import Lane, emptiest, merged_info, merged_profile, merged_stats
 from moeserve.engine.request import FinishReason, Request, TokenEvent
+from moeserve.engine.spawn import Spawned, spawn_engine
 from moeserve.engine.streams import Connection, Stream, merged
 from moeserve.engine.wire import Message
 
 logger = logging.getLogger(__name__)
-_CODE = (
-    "import sys; from moeserve.engine import worker; "
-    "worker.main(int(sys.argv[1]), float(sys.argv[2]))"
-)
 # How long a process that was told to end may take before it is killed.
 EXIT_GRACE_S = 5.0
 
@@ -39,27 +31,23 @@ class EngineError(errors.MoeserveError):
     """The engine process failed or went away."""
 
 
-async def start_engine(config: EngineConfig) -> ProcessEngine:
-    """Start the engine process and wait until it is loaded.
+async def start_engine(config: EngineConfig, spawned: Spawned | None = None) -> ProcessEngine:
+    """Start the engine process, or take one that is starting, and wait until it is loaded.
 
     Args:
         config: Options; carried to the process as they are.
+        spawned: Of `spawn_engine` with the same options.
 
     Raises:
         MoeserveError: Of the class and with the text that the engine process gave; `EngineError`
             where it died without a word.
     """
-    # One connection for each DP rank; the process is the first one, and starts the others.
-    pairs = [socket.socketpair() for _ in range(config.data_parallel_size)]
-    fds = [theirs.fileno() for _, theirs in pairs]
-    client = ProcessEngine(_spawn(fds), len(pairs))
-    for _, theirs in pairs:
-        theirs.close()
+    spawned = spawned or spawn_engine(config)
+    client = ProcessEngine(spawned.process, len(spawned.socks))
     loop = asyncio.get_running_loop()
-    for lane, (ours, _) in zip(client.lanes, pairs, strict=True):
-        ours.setblocking(False)
-        await loop.create_connection(partial(_itself, lane.connection), sock=ours)
-    client.connection.send(("start", replace(config, env=dict(config.env)), fds[1:]))
+    for lane, sock in zip(client.lanes, spawned.socks, strict=True):
+        sock.setblocking(False)
+        await loop.create_connection(partial(_itself, lane.connection), sock=sock)
     try:
         await client.wait_ready()
     except BaseException:
@@ -70,21 +58,6 @@ async def start_engine(config: EngineConfig) -> ProcessEngine:
 
 def _itself(connection: Connection) -> Connection:
     return connection
-
-
-def _spawn(fds: list[int]) -> subprocess.Popen[bytes]:
-    """A fresh interpreter: it must not import what the API process imported.
-
-    Nor what lies in the current folder, which may be the model's (-P).
-    """
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _CODE, str(fds[0]), str(time.time())],
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        # Idle OpenMP threads must sleep: by default they spin on the API process's core. Ranks are
-        # processes of one host, and meet on its loopback device.
-        env={"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo", **os.environ},
-    )
 
 
 class ProcessEngine:
