@@ -10,7 +10,7 @@ import socket
 import threading
 from collections import deque
 
-from moeserve.engine.wire import Message, Unpacker, pack, receive
+from moeserve.engine.wire import Message, Outbox, Unpacker, receive
 
 Inbox = queue.SimpleQueue[Message]
 
@@ -24,6 +24,7 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._outbox = Outbox(sock)
         self._unpacker = Unpacker()
         self._arrived: deque[Message] = deque()
         self._lock = threading.Lock()
@@ -34,9 +35,30 @@ class Link:
         Raises:
             LinkLost: Nobody is there.
         """
+        self.put(message)
+        self.flush()
+
+    def put(self, message: Message) -> None:
+        """Send what the socket takes at once; the rest goes with the next messages or `flush`.
+
+        Raises:
+            LinkLost: Nobody is there.
+        """
         try:
             with self._lock:
-                self._sock.sendall(pack(message))
+                self._outbox.put(message)
+        except OSError as error:
+            raise LinkLost(str(error)) from None
+
+    def flush(self) -> None:
+        """Wait until everything is sent.
+
+        Raises:
+            LinkLost: Nobody is there.
+        """
+        try:
+            with self._lock:
+                self._outbox.flush()
         except OSError as error:
             raise LinkLost(str(error)) from None
 

@@ -107,6 +107,8 @@ class Leader:
         try:
             while True:
                 while not self._is_due() or self._later or not self._inbox.empty():
+                    if not self._is_due():
+                        self._tell_front(())
                     message = self._later.popleft() if self._later else self._inbox.get()
                     if not self._handle(message):
                         return
@@ -152,10 +154,18 @@ class Leader:
         self._board.end()
         if had_work or out:
             stats = self._engine.stats()
-            try:
-                self._front.send(("step", out.ids, out.tokens, out.events, stats))
-            except LinkLost as error:
-                raise Ended from error
+            # Never waits for the API process, which may be busy with a thousand prompts.
+            self._tell_front(("step", out.ids, out.tokens, out.events, stats))
+
+    def _tell_front(self, message: Message) -> None:
+        """Send a message as far as it is taken at once; an empty one waits until all is taken."""
+        try:
+            if message:
+                self._front.put(message)
+            else:
+                self._front.flush()
+        except LinkLost as error:
+            raise Ended from error
 
     def agree(self, plan: StepPlan) -> SharedStep | None:
         """See `Team.agree`."""
