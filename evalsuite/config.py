@@ -35,6 +35,7 @@ from evalsuite.config_types import (
 )
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.server_args import TRUST_FLAGS, has_switch, parse_server_args
+from evalsuite.server_args_file import expand_config_file
 from evalsuite.yaml_loader import UNREADABLE, Document, load_document
 
 EngineName = str
@@ -53,6 +54,8 @@ __all__ = [
     "read_config",
 ]
 
+# A server that is being restarted is back by then; a wrong address should not cost 20 minutes.
+ABSENT_GRACE_S = 10.0
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f-][^\s\x00-\x1f]*")
 
@@ -105,7 +108,7 @@ class EvalConfig(Strict):
     @field_validator("server_args", mode="before")
     @classmethod
     def _read_server_args(cls, value: Any) -> tuple[str, ...]:
-        return parse_server_args(value)
+        return expand_config_file(parse_server_args(value))
 
     @field_validator("env", mode="before")
     @classmethod
@@ -151,6 +154,13 @@ class EvalConfig(Strict):
     def effective_floor(self) -> float:
         """The lowest accuracy that passes the `threshold` gate."""
         return self.accuracy_threshold - self.tolerance
+
+    @property
+    def absent_limit_s(self) -> float:
+        """Seconds in which nothing may listen at an external server's address."""
+        limit_s = self.startup_max_wait_seconds
+        is_asked_for = "startup_max_wait_seconds" in self.model_fields_set
+        return limit_s if is_asked_for else min(limit_s, ABSENT_GRACE_S)
 
     @property
     def sampling(self) -> dict[str, float]:

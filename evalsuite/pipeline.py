@@ -142,6 +142,7 @@ def _acquire(job: EvalJob, engine: Engine, this: Run) -> tuple[RunningServer, bo
         this.options.grace_s,
         on_wait=lambda waited_s, seen: this.display.waiting(job.id, waited_s, seen),
         memory=this.server.memory,
+        absent_limit_s=job.config.absent_limit_s,
     )
     server, is_new = this.server.acquire(engine.launch_spec(job), settings)
     if is_new:

@@ -1,7 +1,8 @@
 """Is a server ready to be evaluated: alive, healthy, ours, and serving the expected model?
 
 Receives a base URL, the expected model name and, for a server of ours, its process tree;
-returns `Probe`s. Starting and the time limit are `server.py`.
+returns `Probe`s. Starting and the time limit are `server.py`;
+servers that somebody else runs are looked at by `attach.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from evalsuite.processes import Work, port_owner, work_of
 _HTTP_TIMEOUT_S = 1.0
 _MAX_BODY_BYTES = 4 * 1024 * 1024
 # Routes that are not there say nothing about health; /v1/models decides then.
-_NO_SUCH_ROUTE = (404, 405)
+NO_SUCH_ROUTE = (404, 405)
 
 FOREIGN = "in use by a process we did not start"
 
@@ -49,16 +50,31 @@ def get(
         OSError: No connection, or none in time.
         http.client.HTTPException: What answers does not speak HTTP.
     """
-    url = urlsplit(base_url)
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(url.hostname or "127.0.0.1", url.port, timeout=timeout_s)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = connection_to(base_url, timeout_s)
     try:
-        connection.request("GET", url.path.rstrip("/") + path, headers=headers)
-        reply = connection.getresponse()
-        return reply.status, reply.read(_MAX_BODY_BYTES)
+        return ask(connection, urlsplit(base_url).path.rstrip("/") + path, api_key)
     finally:
         connection.close()
+
+
+def connection_to(base_url: str, timeout_s: float) -> http.client.HTTPConnection:
+    """A connection that is not open yet; by TLS where the URL says so."""
+    url = urlsplit(base_url)
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname or "127.0.0.1", url.port, timeout=timeout_s)
+
+
+def ask(connection: http.client.HTTPConnection, path: str, api_key: str) -> tuple[int, bytes]:
+    """GET one path; opens the connection where it is not open.
+
+    Raises:
+        OSError: No connection, or none in time.
+        http.client.HTTPException: What answers does not speak HTTP.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection.request("GET", path, headers=headers)
+    reply = connection.getresponse()
+    return reply.status, reply.read(_MAX_BODY_BYTES)
 
 
 def served_names(body: bytes) -> list[str]:
@@ -100,7 +116,7 @@ def probe(
             return Probe("starting", f"nothing listens on port {port} yet")
     try:
         status, _ = get(base_url, "/health", timeout_s=timeout_s, api_key=api_key)
-        if status != 200 and status not in _NO_SUCH_ROUTE:
+        if status != 200 and status not in NO_SUCH_ROUTE:
             return Probe("starting", f"/health answers {status}")
         status, body = get(base_url, "/v1/models", timeout_s=timeout_s, api_key=api_key)
         if status != 200:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evalsuite import server_log
+from evalsuite.attach import Patience, wait_for
 from evalsuite.engines.base import LaunchSpec
-from evalsuite.errors import ConfigError, ServerError
+from evalsuite.errors import ServerError
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.launching import api_key_of, child_env, describe_exit, hold_port, read_port
 from evalsuite.leash import Leash
@@ -39,6 +40,8 @@ class StartSettings:
     Attributes:
         log_path: File that receives the server's output.
         startup_limit_s: From the start to ready, monotonic clock.
+        absent_limit_s: The part of it in which nothing may listen at an external server's
+            address; None for all of it.
         environ: The suite's own environment, handed down by the entry file.
         grace_s: Seconds between TERM and KILL when it is stopped.
         log_limit_bytes: Beyond this size the middle of the log is dropped.
@@ -53,6 +56,7 @@ class StartSettings:
     log_limit_bytes: int = 256 * 1024 * 1024
     on_wait: Callable[[float, str], None] | None = None
     memory: GpuMemory | None = None
+    absent_limit_s: float | None = None
 
 
 @dataclass
@@ -134,11 +138,12 @@ def start(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
     """Start a server and wait until it is ready.
 
     Raises:
+        ConfigError: An external server that no wait can make the expected one.
         ServerError: It could not be started, died, is not the expected one, or was not ready
             in time. Nothing of it is left running then.
     """
     if spec.base_url:
-        return _attach(spec)
+        return _attach(spec, settings)
     if settings.memory is not None and (held := settings.memory.wait_free()):
         raise ServerError(f"start: {held}")
     for attempt in range(1, _PORT_ATTEMPTS + 1):
@@ -155,23 +160,20 @@ def start(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _attach(spec: LaunchSpec) -> RunningServer:
-    """An external server: one look, nothing started, nothing stopped.
+def _attach(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
+    """An external server: waited for, nothing started, nothing stopped.
 
     Raises:
-        ConfigError: It serves another model, which no retry will change.
-        ServerError: It does not answer.
+        ConfigError: It cannot become the expected one, whatever the wait.
+        ServerError: It was not ready in time.
     """
     api_key = spec.env.get("OPENAI_API_KEY", "")
     base_url = spec.base_url.rstrip("/").removesuffix("/v1")
-    seen = probe(base_url, spec.served_model, timeout_s=10.0, api_key=api_key)
-    if seen.state == "wrong_model":
-        raise ConfigError(
-            f"the server at {base_url} cannot be evaluated: {seen.detail}; name its model in "
-            "`model_name`, or its name for it by --served-model-name in `server_args`"
-        )
-    if seen.state != "ready":
-        raise ServerError(f"start: the server at {base_url} cannot be evaluated: {seen.detail}")
+    absent_limit_s = settings.absent_limit_s
+    if absent_limit_s is None:
+        absent_limit_s = settings.startup_limit_s
+    patience = Patience(settings.startup_limit_s, absent_limit_s, settings.on_wait)
+    wait_for(base_url, spec.served_model, patience, api_key)
     secrets = (api_key,) if api_key else ()
     return RunningServer(base_url, spec.served_model, api_key=api_key, secrets=secrets)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from evalsuite.engines.base import LaunchSpec
+from evalsuite.errors import ServerError
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.server import RunningServer, StartSettings, start
 
@@ -27,6 +28,7 @@ class SharedServer:
         self._spec: LaunchSpec | None = None
         self._server: RunningServer | None = None
         self._num_starts = 0
+        self._absent: set[str] = set()
 
     @property
     def num_starts(self) -> int:
@@ -48,7 +50,16 @@ class SharedServer:
         self.close()
         self._num_starts += 1
         log = self._settings.log_path / f"{self._num_starts:03d}.log"
-        self._server = start(spec, replace(settings, log_path=log))
+        settings = replace(settings, log_path=log)
+        if spec.base_url in self._absent:
+            # An earlier job waited for it in vain; the next ones look once.
+            settings = replace(settings, startup_limit_s=0.0, absent_limit_s=0.0)
+        try:
+            self._server = start(spec, settings)
+        except ServerError:
+            if spec.base_url:
+                self._absent.add(spec.base_url)
+            raise
         self._spec = spec
         return self._server, True
 

@@ -54,6 +54,7 @@ class WarmServer:
             self._options.environ,
             self._options.grace_s,
             memory=GpuMemory(),
+            absent_limit_s=self._job.config.absent_limit_s,
         )
         self._server = start(engine.launch_spec(self._job), settings)
         return self

@@ -273,7 +273,8 @@ def test_external_server_is_used_and_left_alone(suite: Suite, tmp_path: Path) ->
         other = suite.run(*RUN, "other", "--base-url", server.base_url)
         assert other.returncode == 4
         assert "it serves stub, not another" in other.stdout
-    gone = suite.run(*RUN, "--base-url", server.base_url)
+    suite.add("impatient", startup_max_wait_seconds=0.5)
+    gone = suite.run(*RUN, "impatient", "--base-url", server.base_url)
     assert gone.returncode == 75
     assert "cannot be evaluated" in gone.stdout
 
