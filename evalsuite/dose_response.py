@@ -39,7 +39,8 @@ PLANS = {
 }
 # Gates that look at right and wrong answers alone.
 ACCURACY_GATES = ("threshold", "statistical", *PLANS, "vLLM -8 points", "TensorRT-LLM")
-GATES = (*ACCURACY_GATES, "equal", "replay")
+OTHER_KERNELS = "replay, other kernels"
+GATES = (*ACCURACY_GATES, "equal", "replay", OTHER_KERNELS)
 WORDS = {Status.FAIL: "**seen**", Status.PASS: "·", Status.INCONCLUSIVE: "unsure"}
 
 
@@ -81,6 +82,7 @@ def respond(clean: Measured, found: Measured, noise: Mapping[int, float]) -> Res
     logprobs = dict(enumerate(found.logprobs))
     base = {index: clean.logprobs[index] for index in logprobs}
     replayed = compare_logprobs(base, logprobs, ReplayLimits(), noise)
+    lenient = ReplayLimits(has_other_kernels=True)
     outcomes = {
         "threshold": threshold_gate(counts, floor).status,
         "statistical": statistical_gate(counts, floor).status,
@@ -89,6 +91,7 @@ def respond(clean: Measured, found: Measured, noise: Mapping[int, float]) -> Res
         "TensorRT-LLM": _status(TrtllmRule(n).passes(accuracy, reference)),
         "equal": _equal(clean.texts[:n], found.texts),
         "replay": replayed.status,
+        OTHER_KERNELS: compare_logprobs(base, logprobs, lenient, noise).status,
     }
     return Response(found.name, discordance(before, after), outcomes, replayed)
 
@@ -170,10 +173,12 @@ def summary(faults: Sequence[Response]) -> str:
     counts = [f"{gate} {sum(one.is_seen_by([gate]) for one in faults)}" for gate in GATES]
     left = [one.name for one in unseen if not one.is_seen_by(["replay"])]
     names = ", ".join(f"`{name}`" for name in left) or "none"
+    lenient = [f"`{one.name}`" for one in unseen if one.is_seen_by([OTHER_KERNELS])]
     return (
         f"Doses seen, of {len(faults)}: {', '.join(counts)}.\n\n"
         f"No accuracy gate sees {len(unseen)} of them. Of these, replay sees "
-        f"{len(unseen) - len(left)}; unseen by it too: {names}."
+        f"{len(unseen) - len(left)}; unseen by it too: {names}. Where other kernels are allowed "
+        f"for, it sees {len(lenient)}: {', '.join(lenient) or 'none'}."
     )
 
 

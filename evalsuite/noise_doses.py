@@ -38,6 +38,7 @@ class Dose:
         outcomes: Status by accuracy gate.
         once: Replay of one replay on each side, against measured noise.
         twice: Of two replays on each side.
+        lenient: Where other kernels are allowed for.
         ratio: Spread of an answer over its noise, geometric mean.
     """
 
@@ -47,6 +48,7 @@ class Dose:
     outcomes: Mapping[str, Status]
     once: ReplayOutcome
     twice: ReplayOutcome
+    lenient: ReplayOutcome
     ratio: float
 
     @property
@@ -116,6 +118,7 @@ def _dose(
         outcomes,
         compare_logprobs(before, after, limits, noise),
         compare_logprobs(before, after, limits, noise, (old, new)),
+        compare_logprobs(before, after, ReplayLimits(has_other_kernels=True), noise),
         noise_ratio(noise_between(before, after), noise),
     )
 

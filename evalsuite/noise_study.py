@@ -166,6 +166,7 @@ def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
     seen = [one for one in unseen if one.twice.status is Status.FAIL]
     once = [one for one in unseen if one.once.status is Status.FAIL]
     left = ", ".join(f"`{one.name}`" for one in unseen if one not in seen) or "none"
+    lenient = [one for one in unseen if one.lenient.status is Status.FAIL]
     return "\n\n".join(
         [
             "Each answered all questions once, against the first clean run, and teacher-forced the "
@@ -175,7 +176,7 @@ def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
             _dose_table(harmless, faults),
             f"No accuracy gate sees {len(unseen)} of these {len(faults)} doses. Of them replay "
             f"sees {len(once)} by one replay on each side and {len(seen)} by two; unseen by it "
-            f"too: {left}.",
+            f"too: {left}. Where other kernels are allowed for, it sees {len(lenient)}.",
         ]
     )
 
@@ -183,7 +184,8 @@ def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
 def _dose_table(harmless: Sequence[Dose], faults: Sequence[Dose]) -> str:
     header = [
         *("variant", "drop (points)", "replies changed", *ACCURACY_GATES),
-        *("replay, once", "replay, twice", "mean loss (nats)", "spread / noise", "agreement", "p"),
+        *("replay, once", "replay, twice", "replay, other kernels"),
+        *("mean loss (nats)", "spread / noise", "agreement", "p"),
     ]
     rows = [_dose_row(one) for one in harmless]
     rows.append(["—"] * len(header))
@@ -200,6 +202,7 @@ def _dose_row(one: Dose) -> list[str]:
         *(words[one.outcomes[gate]] for gate in ACCURACY_GATES),
         words.get(one.once.status, str(one.once.status)),
         words.get(one.twice.status, str(one.twice.status)),
+        words.get(one.lenient.status, str(one.lenient.status)),
         f"{round(one.twice.mean_shift, 5) + 0.0:+.5f}",
         f"{one.ratio:.2f}",
         f"{one.twice.agreement or 0.0:+.4f}",

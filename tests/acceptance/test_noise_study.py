@@ -80,8 +80,10 @@ def test_two_runs_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "three runs or more" in capsys.readouterr().err
 
 
-def test_the_page_holds_rates_within_what_is_stated() -> None:
-    section = VERDICTS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+@pytest.mark.parametrize("name", ["engine", "torch"])
+def test_the_page_holds_rates_within_what_is_stated(name: str) -> None:
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    section = VERDICTS.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
     rows = re.findall(
         r"^\| (\d+) \| [^|]+ \| ([\d.]+) \| ([\d.]+) \(([\d.]+) to [\d.]+\) \| "
         r"([\d.]+) \(([\d.]+) to [\d.]+\) \|$",
@@ -91,6 +93,9 @@ def test_the_page_holds_rates_within_what_is_stated() -> None:
     assert len(rows) == 15  # five gates, three sizes
     for _, stated, _, low, _, low_mixed in rows:
         assert max(float(low), float(low_mixed)) <= float(stated) + 0.005
+    runs = re.search(r"^(\d+) runs, ", section, re.MULTILINE)
+    assert runs is not None
+    assert "3,000 pairs a row" in section
 
 
 def made_up_run(
