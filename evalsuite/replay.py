@@ -25,7 +25,7 @@ CLIP_DEVIATIONS = 8.0
 # Share of questions that may lie beyond `noise_factor` times the noise of all but this share.
 MAX_BEYOND = 0.01
 # Spread of an answer, nats, that other kernels of one precision cause in no more than MAX_BEYOND
-# of the answers: measured between four MoE backends on an H200 (docs/verdicts.md).
+# of the answers: measured between MoE backends on an H200 (docs/verdicts.md).
 OTHER_KERNELS_SPREAD = 0.01
 
 
