@@ -27,4 +27,20 @@ def minigsm_rows(split: str, _: DataSource) -> list[Row]:
     return list(_generated(split))
 
 
-TASKS = (ScriptTask("minigsm", "minigsm/script", SCRIPT_STOP, "last-number", minigsm_rows),)
+def minigsm_shots(num_shots: int, _: DataSource) -> list[Row]:
+    """The first rows of "train" alone, fewer where there are fewer; the others take a second."""
+    from moeserve.tiny.minigsm import first_rows
+
+    return [Row(example.question, example.answer) for example in first_rows("train", num_shots)]
+
+
+TASKS = (
+    ScriptTask(
+        "minigsm",
+        "minigsm/script",
+        SCRIPT_STOP,
+        "last-number",
+        minigsm_rows,
+        load_shots=minigsm_shots,
+    ),
+)

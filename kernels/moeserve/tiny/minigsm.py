@@ -130,6 +130,18 @@ def load_split(split: Split) -> list[Example]:
     return examples
 
 
+def first_rows(split: Split, n: int) -> list[Example]:
+    """Return the first `n` rows of a canonical split without making the others.
+
+    Few shots come from here: seven thousand rows take a second to make. The sha256 is of the
+    whole split and is not checked.
+
+    Raises:
+        ValueError: an unknown split or a negative number of rows.
+    """
+    return generate(split, min(n, SPLIT_ROWS.get(split, 0)), SPLIT_SEEDS.get(split, 0))
+
+
 def main() -> None:
     """Write `train.jsonl` and `test.jsonl` into a folder."""
     parser = argparse.ArgumentParser(description="Write the MiniGSM files.")
