@@ -296,7 +296,7 @@ def test_secrets_are_in_no_file_of_the_run(suite: Suite) -> None:
 
 
 def test_progress_lines_for_a_log(suite: Suite) -> None:
-    suite.add("job", f"{suite.right()} --delay-s 0.5", max_concurrency=2)
+    suite.add("job", f"{suite.right()} --delay-s 0.4", max_concurrency=2)
     done = suite.run(*RUN)
     line = next(x for x in done.stdout.splitlines() if "accuracy so far" in x)
     assert line.startswith("s/job: ")

@@ -54,7 +54,12 @@ class Suite:
     @property
     def environ(self) -> dict[str, str]:
         """Environment with the fake engine first on the PATH."""
-        return {**os.environ, "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+        return {
+            **os.environ,
+            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
+            # Hypothesis loads all of itself at the end of each pytest run: a second of waiting.
+            "PYTEST_ADDOPTS": "-p no:hypothesispytest",
+        }
 
     def add(self, name: str, args: str = "", pool: str = "cpu", **keys: object) -> Path:
         """Write a job and add it to its list; right answers unless `args` say otherwise."""
