@@ -19,6 +19,7 @@ from enum import Enum
 import numpy as np
 
 from moeserve.engine.kv_cache import NULL_PAGE, PagePool, page_keys
+from moeserve.engine.scheduler_flows import Flow
 from moeserve.engine.scheduler_plan import SchedulerLimits as SchedulerLimits
 from moeserve.engine.scheduler_plan import StepPlan as StepPlan
 from moeserve.engine.scheduler_shares import Shares
@@ -45,6 +46,7 @@ class Scheduler:
         # A prompt that runs whole cannot be given a part of a step.
         is_cut = limits.has_chunked_prefill
         self.shares = Shares(limits.fair_tokens if is_cut else limits.max_num_batched_tokens)
+        self.flows = self.shares.flows
         self.num_preemptions = 0
         self._num_admissions = 0
         self._num_steps = 0
@@ -56,7 +58,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence behind those of its priority whose turn is before."""
-        self.shares.arrive(seq)
+        self.flows.arrive(seq)
         insort(self.waiting, seq, key=lambda s: s.order)
 
     def remove(self, seq: Sequence) -> None:
@@ -67,7 +69,7 @@ class Scheduler:
             self._release(seq)
         else:
             self.waiting.remove(seq)
-        self.shares.leave(seq, was_running=was_running)
+        self.flows.leave(seq, was_running=was_running)
 
     def schedule(self) -> StepPlan:
         """Decide the next step and take the pages for it."""
@@ -139,7 +141,7 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """Give a decoding sequence one more page; False where it had to step back itself."""
         while not self.pool.num_available:
-            victim = self.shares.largest_of(self.running)
+            victim = self.flows.largest_of(self.running)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -152,26 +154,25 @@ class Scheduler:
         self.running.remove(seq)
         self._release(seq)
         self.num_preemptions += 1
-        self.shares.step_back(seq)
+        self.flows.step_back(seq)
         insort(self.waiting, seq, key=lambda s: s.order)
 
     def _make_way(self) -> Sequence | None:
         """Take places from who has many for one that has none; return whom they were taken for."""
-        if not self.shares.has_rivals:
+        if not self.flows.has_rivals or not self.waiting:
             return None
         heads = (seq for seq in self.waiting[:_MOST_LOOKED_AT] if not seq.flow.num_running)
         head = next(heads, None)
         if head is None:
             return None
-        wanted = -(-len(head.tokens) // self.pool.page_size)
-        before = self.num_preemptions
+        wanted, before = -(-len(head.tokens) // self.pool.page_size), self.num_preemptions
         while not self._free_rows or wanted + len(self.running) > self.pool.num_available:
-            victim = self.shares.victim_for(head, self.running)
+            victim = self.flows.victim_for(head, self.running)
             if victim is None:
                 break
             self._preempt(victim)
             self.waiting.remove(victim)
-            self.shares.to_the_back(victim)  # not before whom it made way for
+            self.flows.to_the_back(victim)  # not before whom it made way for
             insort(self.waiting, victim, key=lambda s: s.order)
         return head if self.num_preemptions != before else None
 
@@ -179,10 +180,7 @@ class Scheduler:
         self.pool.release(seq.pages)
         self.block_table[seq.row, : len(seq.pages)] = NULL_PAGE
         self._free_rows.append(seq.row)
-        seq.pages = []
-        seq.row = -1
-        seq.num_computed = 0
-        seq.num_published = 0
+        seq.pages, seq.row, seq.num_computed, seq.num_published = [], -1, 0, 0
 
     def _schedule_chunk(
         self, seq: Sequence, budget: int, do_others_wait: bool, out: list[tuple[Sequence, int]]
@@ -199,8 +197,9 @@ class Scheduler:
     def _use_rest(self, budget: int, prefills: list[tuple[Sequence, int]]) -> None:
         """Give what nobody took to the prompts of the step, first come first."""
         for place, (seq, chunk) in enumerate(prefills):
-            more = min(budget, seq.num_left - chunk)
+            more = min(self.shares.more(seq, budget), seq.num_left - chunk)
             if more > 0:
+                self.shares.take(seq, more)
                 prefills[place] = (seq, chunk + more)
                 self._publish(seq, seq.num_computed + chunk + more)
                 budget -= more
@@ -210,27 +209,29 @@ class Scheduler:
     ) -> int:
         """Admit what fits, `first` before others; return the tokens that are left."""
         in_progress = self._keys_in_progress()
+        without_room: set[Flow] = set()
         index = self.waiting.index(first) if first is not None else 0
         num_passed = 0
         while index < len(self.waiting) and budget > 0 and self._free_rows:
             seq = self.waiting[index]
             allowed = self.shares.most(seq, budget)
-            outcome = _Admission.LATER
-            if allowed > 0:
+            outcome = _Admission.NO_ROOM if seq.flow in without_room else _Admission.LATER
+            if outcome is _Admission.LATER and allowed > 0:
                 outcome = self._try_admit(seq, allowed, in_progress)
-            if outcome is _Admission.NO_ROOM and not seq.flow.num_running:
-                break
+            if outcome is _Admission.NO_ROOM:
+                if not seq.flow.num_running or not self.flows.has_rivals:
+                    break
+                without_room.add(seq.flow)
             if outcome is not _Admission.ADMITTED:
                 # One whose connection runs others already does not hold up who runs none.
                 num_passed += outcome is _Admission.NO_ROOM or allowed <= 0
-                index = 0 if seq is first else index + 1
-                first = None
+                index, first = 0 if seq is first else index + 1, None
                 if num_passed > _MOST_LOOKED_AT:
                     break
                 continue
             del self.waiting[index]
             insort(self.running, seq, key=lambda s: s.order)
-            self.shares.admit(seq)
+            self.flows.admit(seq)
             budget -= self._schedule_chunk(seq, allowed, index < len(self.waiting), prefills)
             if self.pool.has_caching and seq.num_computed + prefills[-1][1] < len(seq.tokens):
                 in_progress.update(seq.keys[seq.num_published :])
@@ -278,9 +279,8 @@ class Scheduler:
         return _Admission.ADMITTED
 
     def _extend_keys(self, seq: Sequence, num_pages: int) -> None:
-        start = len(seq.keys)
+        start, page_size = len(seq.keys), self.pool.page_size
         if self.pool.has_caching and num_pages > start:
-            page_size = self.pool.page_size
             parent = seq.keys[-1] if seq.keys else b""
             tokens = seq.tokens[start * page_size : num_pages * page_size]
             seq.keys += page_keys(tokens, page_size, parent)
