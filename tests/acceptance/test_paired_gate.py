@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,33 @@ def test_a_baseline_of_several_repeats(tmp_path: Path) -> None:
     assert (code, verdict.status) == (4, Status.ERROR)
     for part in ("prompt_hash", "sampling.num_fewshot: 5 -> 4", "sampling.temperature: 0.0 -> 0.5"):
         assert part in verdict.reason
+
+
+@pytest.mark.slow
+def test_every_flip_of_a_sampled_run_is_explained(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    few = {"num_questions": 24, "provenance": {"source": "test", "num_questions": 24}}
+    folder.write(server_args="--moe-backend cpu", **few)
+    saved = folder.call("baseline", "save", "s/tiny", "--repeats", "1", "--replay")
+    assert saved.returncode == 0, saved.stdout + saved.stderr
+    (path,) = (tmp_path / "baselines").glob("*/*.json")
+    assert folder.call("baseline", "approve", "s/tiny", path.stem[:12]).returncode == 0
+    broken = {**few, **faulty("no-renormalisation:1"), "tolerance": 0.5}
+    broken["gate"] = {"name": "paired", "alpha": 0.05, "early_end": False}
+    folder.write(**broken)
+    _, verdict, run = folder.run()
+    lost = verdict.detail["lost"]
+    assert isinstance(lost, list)
+    assert lost
+    replayed = folder.call("replay", "s/tiny", "--run", str(run))
+    assert replayed.returncode == 1, replayed.stdout + replayed.stderr
+    assert "two shifts agree by" in replayed.stdout
+    notes = re.findall(
+        r"flip (\d+) \(right -> wrong\): (near-tie|real): margin [+-][\d.]+ nats at token \d+",
+        replayed.stdout,
+    )
+    assert [int(index) for index, _ in notes] == lost
+    # The same build with room for other kernels: this fault is a loss all the same.
+    allowed = folder.call("replay", "s/tiny", "--other-kernels")
+    assert allowed.returncode == 1, allowed.stdout
+    assert "two shifts agree" not in allowed.stdout
