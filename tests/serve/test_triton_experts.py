@@ -36,7 +36,7 @@ FLAT = LayerTiles(
     Tile(32, 32, 32, 4, 2, group_m=2, uses_tma=True, is_arranged=True, is_persistent=True),
     Tile(32, 32, 32, 4, 2, uses_tma=True, is_persistent=True, programs_per_sm=2),
 )
-GEMV = LayerTiles(GemvTile(8, 32, 4, 1), GemvTile(4, 32, 4, 1))
+GEMV = LayerTiles(GemvTile(32, 64, 4, 1), GemvTile(16, 32, 4, 1))
 PATHS = {"small": SMALL, "swapped": SWAPPED, "tailed": TAILED, "gemv": GEMV}
 # Tensor descriptors want rows of whole 16 bytes, and their blocks are slow to interpret.
 DESCRIPTOR_PATHS = {
