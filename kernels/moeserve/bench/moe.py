@@ -94,10 +94,10 @@ def main(argv: Sequence[str]) -> int:
     for name in shapes:
         for routing in args.routing:
             rows += _bench_shape(name, routing, args.tokens or TOKENS, args.moe_backend, rates)
-    if args.json:
-        body = {"device": torch.cuda.get_device_name(), "ceilings": rates,
-                "rows": [asdict(row) for row in rows]}  # fmt: skip
-        args.json.write_text(json.dumps(body, indent=1) + "\n")
+            if args.json:  # after each table, so that a run cut short keeps what it measured
+                body = {"device": torch.cuda.get_device_name(), "ceilings": rates,
+                        "rows": [asdict(row) for row in rows]}  # fmt: skip
+                args.json.write_text(json.dumps(body, indent=1) + "\n")
     return 0
 
 
