@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from evalsuite.errors import ServerError
-from evalsuite.readiness import get
+from evalsuite.readiness import connection_to, get
 
 _RPC_TIMEOUT_S = 120.0
 _COUNTERS = {
@@ -36,22 +36,21 @@ class DraftCounters:
         return 1.0 + (self.accepted - before.accepted) / drafts if drafts > 0 else None
 
 
-def call_rpc_checks(base_url: str, names: Sequence[str]) -> None:
+def call_rpc_checks(base_url: str, names: Sequence[str], api_key: str = "") -> None:
     """Call each check on every worker.
 
     Raises:
         ServerError: A check that does not answer 200; names it and the answer.
     """
-    url = urlsplit(base_url)
+    path = urlsplit(base_url).path.rstrip("/") + "/collective_rpc"
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     for name in names:
-        connection = http.client.HTTPConnection(
-            url.hostname or "127.0.0.1", url.port, timeout=_RPC_TIMEOUT_S
-        )
+        connection = connection_to(base_url, _RPC_TIMEOUT_S)
         body = json.dumps({"method": name})
         try:
-            connection.request(
-                "POST", "/collective_rpc", body, {"Content-Type": "application/json"}
-            )
+            connection.request("POST", path, body, headers)
             reply = connection.getresponse()
             status, text = reply.status, reply.read(2000).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
@@ -62,14 +61,14 @@ def call_rpc_checks(base_url: str, names: Sequence[str]) -> None:
             raise ServerError(f"ready: startup_rpc_checks {name} answers {status}: {text[:300]}")
 
 
-def read_draft_counters(base_url: str) -> DraftCounters:
+def read_draft_counters(base_url: str, api_key: str = "") -> DraftCounters:
     """Read `/metrics`; zeros where the server has no such counters.
 
     Raises:
         ServerError: `/metrics` does not answer.
     """
     try:
-        status, body = get(base_url, "/metrics", timeout_s=10.0)
+        status, body = get(base_url, "/metrics", timeout_s=10.0, api_key=api_key)
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"evaluation: /metrics for min_acceptance_length: {error}") from error
     if status != 200:

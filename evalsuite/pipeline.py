@@ -146,7 +146,7 @@ def _acquire(job: EvalJob, engine: Engine, this: Run) -> tuple[RunningServer, bo
     )
     server, is_new = this.server.acquire(engine.launch_spec(job), settings)
     if is_new:
-        call_rpc_checks(server.base_url, job.config.startup_rpc_checks)
+        call_rpc_checks(server.base_url, job.config.startup_rpc_checks, server.api_key)
     return server, is_new
 
 
@@ -253,12 +253,12 @@ def _baseline(job: EvalJob, options: RunOptions) -> BaselinePair | None:
 def _drafts(job: EvalJob, server: RunningServer) -> DraftCounters:
     if job.config.min_acceptance_length is None:
         return DraftCounters()
-    return read_draft_counters(server.base_url)
+    return read_draft_counters(server.base_url, server.api_key)
 
 
 def _acceptance(job: EvalJob, server: RunningServer, before: DraftCounters) -> str:
     least = job.config.min_acceptance_length
     if least is None:
         return ""
-    after = read_draft_counters(server.base_url)
+    after = read_draft_counters(server.base_url, server.api_key)
     return acceptance_fault(after.acceptance_length_since(before), least)

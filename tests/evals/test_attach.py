@@ -20,6 +20,7 @@ import pytest
 from evalsuite import attach, session
 from evalsuite.attach import Patience, wait_for
 from evalsuite.config import ABSENT_GRACE_S, EvalConfig
+from evalsuite.engine_checks import call_rpc_checks, read_draft_counters
 from evalsuite.engines.base import LaunchSpec
 from evalsuite.errors import ConfigError, ServerError
 from evalsuite.executors import local
@@ -67,6 +68,8 @@ class _Line(socketserver.StreamRequestHandler):
         path = first.decode().split()[1]
         length = 0
         while path != "hello" and (line := self.rfile.readline().strip().lower()):
+            if line.startswith(b"authorization:"):
+                self.server.keys.add(line.decode().partition(": ")[2])
             if line.startswith(b"content-length:"):
                 length = int(line.partition(b":")[2])
         self.rfile.read(length)
@@ -85,6 +88,7 @@ class Scripted(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", port), _Line)
         self.script = script
         self.paths: list[str] = []
+        self.keys: set[str] = set()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
 
@@ -289,3 +293,19 @@ def test_the_jobs_after_one_that_waited_in_vain_look_once(tmp_path: Path, free_p
         with pytest.raises(ServerError, match="an earlier job of this run has waited for it"):
             shared.acquire(spec, settings)
         assert time.monotonic() - began < attach._PAUSE_MIN_S
+
+
+def test_every_question_to_the_server_has_its_key_and_the_path_of_its_address() -> None:
+    """Health, models, RPC checks and metrics, of a server behind somebody's proxy."""
+
+    def script(path: str) -> bytes:
+        return ready(path.removeprefix("/team/llm"))
+
+    with Scripted(script) as server:
+        url = f"{server.url}/team/llm"
+        wait_for(url, "stub", Patience(5, 1), "sk-1")
+        call_rpc_checks(url, ("check",), "sk-1")
+        read_draft_counters(url, "sk-1")
+    parts = ("health", "v1/models", "collective_rpc", "metrics")
+    assert server.paths == [f"/team/llm/{part}" for part in parts]
+    assert server.keys == {"bearer sk-1"}
