@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from attention_helpers import attention_truth
-from small_engine import engine_of, prompts, request, run, tokens
+from small_engine import CONFIG, engine_of, prompts, request, run, tokens
 
+from moeserve.engine.config import EngineConfig
+from moeserve.engine.engine import Engine
 from moeserve.errors import Unsupported
 from moeserve.layers import attention_flashinfer
 from moeserve.layers.attention import AttentionShape
@@ -190,7 +192,8 @@ def test_values_equal_our_own_kernels(is_eager: bool) -> None:
     }  # fmt: skip
     scores: dict[str, list[float]] = {}
     for name in ("triton", "flashinfer"):
-        engine = engine_of(name, **changes)
+        # The same seed on the same device: the same weights.
+        engine = Engine(EngineConfig(**{**CONFIG, "attention_backend": name, **changes}))
         assert isinstance(engine.runner.attention, FlashInferPagedAttention) == (
             name == "flashinfer"
         )

@@ -103,7 +103,7 @@ def test_new_tokens_are_normed_rotated_stored_and_attended(
 def test_number_of_parts_fills_the_card_and_ends_at_one() -> None:
     heads = Heads(32, 4, 128, 32)
     counts = {B: attention_decode.num_splits(B, heads) for B in (1, 4, 16, 64, 65, 128, 256)}
-    assert counts == {1: 32, 4: 32, 16: 8, 64: 2, 65: 1, 128: 1, 256: 1}
+    assert counts == {1: 32, 4: 16, 16: 4, 64: 1, 65: 1, 128: 1, 256: 1}
 
 
 @pytest.mark.parametrize("name", ["grouped", "qwen", "three heads a key"])

@@ -100,7 +100,7 @@ class TritonPagedAttention:
         least_m = max(16, 1 << (group - 1).bit_length())
         # Half a page at a time and few warps: programs enough on each multiprocessor (H200).
         self.decode_tile = self._tile(least_m, 2, 4, most_n=32)
-        self.split_tile = self._tile(least_m, 4, 3)
+        self.split_tile = self._tile(least_m, 4, 2)
         self.prefill_tile = self._tile(max(128, least_m), 8, 3)
         self.shared_tile = self._tile(max(64, least_m), 4, 3)
         if is_deterministic:

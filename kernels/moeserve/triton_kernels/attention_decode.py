@@ -20,8 +20,8 @@ from moeserve.triton_kernels.attention_rows import _LOG2_E, Pages, RowsTile, att
 from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
 from moeserve.triton_kernels.rope import Heads, RopeTables
 
-# About four programs on each of an H200's 132 multiprocessors.
-NUM_PROGRAMS = 512
+# About two programs on each of an H200's 132 multiprocessors.
+NUM_PROGRAMS = 256
 MAX_SPLITS = 32
 
 

@@ -27,6 +27,18 @@ def wait_for_inputs(PDL):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def only_wait_for_inputs(PDL):
+    """The same, but the kernel behind starts when this one's programs end.
+
+    For a kernel with a program on every multiprocessor before one of few programs: started early,
+    those few would crowd on the multiprocessors that come free first (H200: a gate of 64 programs
+    11.1 us in place of 5.7).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
 def dependent(x: torch.Tensor) -> dict[str, bool]:
     """Launch options for a kernel on the device of `x`: the constexpr `PDL` and what it implies."""
     if x.is_cuda and _is_capable(x.device):

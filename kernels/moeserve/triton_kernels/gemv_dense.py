@@ -123,7 +123,7 @@ def norm_gemv(
 def shape_of(N: int, block_k: int) -> tuple[int, int]:
     """Columns and warps of a program: about sixty values of the weight a thread."""
     # One column a program where columns are few.
-    block_n = 1 if N <= 256 else max(1, min(8, 8192 // block_k * (2 if block_k > 2048 else 1)))
+    block_n = 1 if N <= 256 else max(1, min(8, 16384 // block_k))
     return block_n, max(1, min(8, block_n * block_k // 2048))
 
 

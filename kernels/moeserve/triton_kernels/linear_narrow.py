@@ -17,7 +17,7 @@ from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
 MAX_ROWS = 256
 MAX_COLUMNS = 512
 # BM, BN, BK, warps, stages.
-TILE = (16, 16, 256, 4, 4)
+TILE = (16, 16, 256, 2, 4)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moeserve.triton_kernels.combine import SlotSum, sum_of_slots
-from moeserve.triton_kernels.dependent import dependent, wait_for_inputs
+from moeserve.triton_kernels.dependent import dependent, only_wait_for_inputs, wait_for_inputs
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def add_norm_kernel(
     col = tl.arange(0, BLOCK)
     is_in = col < H
     weight = tl.load(weight_ptr + col, mask=is_in, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    only_wait_for_inputs(PDL)
     if SLOTS == 0:
         value = tl.load(x_ptr + row * stride_x + col, mask=is_in, other=0.0).to(tl.float32)
     else:
