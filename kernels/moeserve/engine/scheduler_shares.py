@@ -11,7 +11,7 @@ back, so what evaluations ask for is batched as if it came from one. Beside heav
 in every step, and the heavy may spend a part of what those steps cost: a step of T tokens is taken
 to cost F + T (F: what a step costs before its first token). Of several clients, each heavy one has
 a quarter, so that one that wants little keeps four fifths of the engine beside one that asks for
-everything; of one client's connections, all heavy ones have a half, in larger pieces, since what
+everything; of one client's connections, all heavy ones have a third, in larger pieces, since what
 they lose in speed is the client's own. Half of the rate is then still there when the front, the
 network and the processor's caches have taken their part.
 
@@ -38,12 +38,18 @@ MEMORY_STEPS = 64
 _FAR_MORE = 16
 # A connection of fewer tokens counts as this large: a long prompt beside a short one is nothing
 # unusual in one client's work.
-_SMALL = 256
+_SMALL = 128
 # Prompt tokens of a step beside other parties, in F: 256 on a CPU, as fast as 2048, each.
 _CALM_STEP = 64
 # The light parties' step counts with at most this many times F: a prompt found in the cache wants
 # less than its length, and must not make room for as many tokens of others.
 _MOST_EARNED = 4
+# What heavy parties add to a step before their first token, at most: drawn tokens among greedy ones
+# cost a small model on a CPU as much again as its step, and on a GPU next to nothing.
+_MOST_JOINING = 16
+# Tokens with which they join a step, at most. Where steps are cheap for their tokens they need not
+# save up for more.
+_MOST_QUANTUM = 512
 # Costs are whole numbers of such parts of a token. Attention over as many tokens costs about as
 # much as a token's other layers, so a token of context costs one part.
 _PARTS = 2048
@@ -76,8 +82,10 @@ class Shares:
     def __init__(self, fair_tokens: int) -> None:
         self.flows = Flows(_FAR_MORE * _SMALL)
         self._fair_tokens = fair_tokens
-        self._among_clients = _Rule(fair_tokens, 2 * fair_tokens, 4, True, 64, 16)
-        self._among_connections = _Rule(2 * fair_tokens, 16 * fair_tokens, 2, False, _SMALL, 0)
+        quantum = min(2 * fair_tokens, _MOST_QUANTUM)
+        self._among_clients = _Rule(fair_tokens, quantum, 4, True, 64, 16)
+        quantum = min(8 * fair_tokens, _MOST_QUANTUM)
+        self._among_connections = _Rule(2 * fair_tokens, quantum, 3, False, _SMALL, 4)
         self._num_steps = 0
         self._is_limited = False
         self._credit = 0
@@ -174,7 +182,7 @@ class Shares:
             budget: Of the largest step.
         """
         rule = self._rule
-        fair = rule.fair_tokens
+        fair, joining = rule.fair_tokens, min(rule.fair_tokens, _MOST_JOINING)
         wanted = sum(map(demand_of, self._heavy))
         enough = min(rule.quantum, wanted)
         if not light:
@@ -188,12 +196,12 @@ class Shares:
         num_running = sum(flow.num_running for party in self._heavy for flow in party)
         context = sum(flow.context for party in self._heavy for flow in party)
         per_token = _PARTS + context // max(num_running, 1)
-        rest = (self._credit - fair * _PARTS) // per_token
+        rest = (self._credit - joining * _PARTS) // per_token
         if rest < enough:
             return 0
         rest = min(rest, wanted)
         if rest:
-            self._credit -= fair * _PARTS + rest * per_token
+            self._credit -= joining * _PARTS + rest * per_token
         return rest
 
     def _count_demands(self, running: Sequence[sequence.Sequence], num_free: int) -> None:
