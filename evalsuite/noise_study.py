@@ -162,6 +162,7 @@ def _replayed(runs: Sequence[NoiseRun]) -> list[NoiseRun]:
 def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
     harmless = doses(runs, folder, HARMLESS)
     faults = doses(runs, folder, FAULTS)
+    asked = " or ".join(f"{n:,}" for n in sorted({one.flips.n for one in [*harmless, *faults]}))
     unseen = [one for one in faults if not one.is_seen_by_accuracy]
     seen = [one for one in unseen if one.twice.status is Status.FAIL]
     once = [one for one in unseen if one.once.status is Status.FAIL]
@@ -169,8 +170,8 @@ def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
     lenient = [one for one in unseen if one.lenient.status is Status.FAIL]
     return "\n\n".join(
         [
-            "Each answered all questions once, against the first clean run, and teacher-forced the "
-            "same replies twice. *calibrated* is the threshold that `evalsuite calibrate` makes of "
+            f"Each answered {asked} questions once, against the first clean run, and teacher-forced "
+            "the same replies twice. *calibrated* is the threshold that `evalsuite calibrate` makes of "
             "these runs. *agreement* and *mean loss* are replay's; *spread / noise* is the "
             "geometric mean over answers. Above the line are other ways to compute the same.",
             _dose_table(harmless, faults),
