@@ -172,8 +172,9 @@ def _doses_text(runs: Sequence[NoiseRun], folder: Path) -> str:
         [
             f"Each answered {asked} questions once, against the first clean run, and "
             "teacher-forced the same replies twice. *calibrated* is the threshold that `evalsuite "
-            "calibrate` makes of these runs. *agreement* and *mean loss* are replay's; *spread / noise* is the "
-            "geometric mean over answers. Above the line are other ways to compute the same.",
+            "calibrate` makes of these runs. *agreement* and *mean loss* are replay's; *spread / "
+            "noise* is the geometric mean over answers. Above the line are other ways to compute "
+            "the same.",
             _dose_table(harmless, faults),
             f"No accuracy gate sees {len(unseen)} of these {len(faults)} doses. Of them replay "
             f"sees {len(once)} by one replay on each side and {len(seen)} by two; unseen by it "
