@@ -39,8 +39,8 @@ _FAR_MORE = 16
 # A connection of fewer tokens counts as this large: a long prompt beside a short one is nothing
 # unusual in one client's work.
 _SMALL = 128
-# Prompt tokens of a step beside other parties, in F: 256 on a CPU, as fast as 2048, each.
-_CALM_STEP = 64
+# Prompt tokens of a step beside other parties, in F: 512 on a CPU, as fast as 2048, each.
+_CALM_STEP = 128
 # The light parties' step counts with at most this many times F: a prompt found in the cache wants
 # less than its length, and must not make room for as many tokens of others.
 _MOST_EARNED = 4
