@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # What a driver keeps after the last process of a GPU has gone varies by this much.
@@ -52,9 +53,16 @@ class GpuMemory:
     before_mib: dict[str, int] = field(default_factory=used_mib)
     wait_s: float = _WAIT_S
 
-    def wait_free(self) -> str:
-        """Wait; "" when the memory is free, else which GPU still holds how much, and who."""
-        deadline = time.monotonic() + self.wait_s
+    def wait_free(self, on_wait: Callable[[float, str], None] | None = None) -> str:
+        """Wait for the memory.
+
+        Args:
+            on_wait: Called before each pause with (seconds waited, who holds how much).
+
+        Returns:
+            "" when the memory is free, else which GPU still holds how much, and who.
+        """
+        began = time.monotonic()
         while self.before_mib:
             held = [
                 (uuid, used)
@@ -63,8 +71,12 @@ class GpuMemory:
             ]
             if not held:
                 return ""
-            if time.monotonic() >= deadline:
-                return "; ".join(_describe(uuid, used) for uuid, used in held)
+            waited_s = time.monotonic() - began
+            holders = "; ".join(_describe(uuid, used) for uuid, used in held)
+            if waited_s >= self.wait_s:
+                return holders
+            if on_wait is not None:
+                on_wait(waited_s, holders)
             time.sleep(0.5)
         return ""
 

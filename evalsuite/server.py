@@ -72,6 +72,8 @@ class RunningServer:
         startup_s: Start to ready; 0 for an external server.
         leash: The supervised process, None for an external server.
         log_path: Its log, None for an external server.
+        memory: Watches GPU memory, as in `StartSettings`.
+        on_wait: Hears of the wait for that memory after the stop.
     """
 
     base_url: str
@@ -83,6 +85,7 @@ class RunningServer:
     leash: Leash | None = None
     log_path: Path | None = None
     memory: GpuMemory | None = None
+    on_wait: Callable[[float, str], None] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -124,7 +127,7 @@ class RunningServer:
                 command=self.command,
                 log_tail=self.log_tail(),
             )
-        if self.memory is not None and (held := self.memory.wait_free()):
+        if self.memory is not None and (held := self.memory.wait_free(self.on_wait)):
             raise ServerError(f"stop: {held}", command=self.command)
 
     def __enter__(self) -> RunningServer:
@@ -144,7 +147,7 @@ def start(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
     """
     if spec.base_url:
         return _attach(spec, settings)
-    if settings.memory is not None and (held := settings.memory.wait_free()):
+    if settings.memory is not None and (held := settings.memory.wait_free(settings.on_wait)):
         raise ServerError(f"start: {held}")
     for attempt in range(1, _PORT_ATTEMPTS + 1):
         try:
@@ -200,6 +203,7 @@ def _start_once(spec: LaunchSpec, settings: StartSettings) -> RunningServer:
             leash=Leash(argv, env, settings.log_path, settings.grace_s, settings.log_limit_bytes),
             log_path=settings.log_path,
             memory=settings.memory,
+            on_wait=settings.on_wait,
         )
         # From here on whatever is raised, an interrupt included, ends the tree first.
         guard = stack.enter_context(contextlib.ExitStack())

@@ -47,6 +47,21 @@ def test_held_memory_is_named_with_gpu_and_pid(used: Path) -> None:
     assert memory.wait_free() == "GPU 3 still holds 9000 MiB (pid 4711)"
 
 
+def test_a_wait_for_memory_is_said(used: Path) -> None:
+    memory = GpuMemory(wait_s=5.0)
+    used.write_text("9000")
+    heard: list[tuple[float, str]] = []
+
+    def freed_after_the_second(waited_s: float, seen: str) -> None:
+        heard.append((waited_s, seen))
+        if len(heard) == 2:
+            used.write_text("100")
+
+    assert memory.wait_free(freed_after_the_second) == ""
+    assert [seen for _, seen in heard] == ["GPU 3 still holds 9000 MiB (pid 4711)"] * 2
+    assert heard[0][0] < heard[1][0]
+
+
 def test_no_server_is_started_into_held_memory(used: Path, tmp_path: Path) -> None:
     memory = GpuMemory(wait_s=0.2)
     used.write_text("9000")
