@@ -118,5 +118,5 @@ def combine(
         slots, topk_ids, expert_map if expert_map is not None else topk_ids, out,
         first_expert, num_local, num_experts, out.stride(0), H,
         K=K, BLOCK_H=block, HAS_MAP=expert_map is not None,
-        num_warps=4 if block >= 512 else 2, **dependent(out),
+        num_warps=4 if block >= 512 else 2, **dependent(out, T * -(-H // block)),
     )  # fmt: skip

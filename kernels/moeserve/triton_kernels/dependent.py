@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 
 MIN_CAPABILITY = 9
+# Every program pays for its wait: with 8,192 programs of one warp a router took 10.3 us with this
+# and 6.6 without, with 2,048 programs 7.2 and 7.6 (H200).
+MAX_PROGRAMS = 2048
 
 
 @triton.jit
@@ -39,9 +42,14 @@ def only_wait_for_inputs(PDL):
         tl.extra.cuda.gdc_wait()
 
 
-def dependent(x: torch.Tensor) -> dict[str, bool]:
-    """Launch options for a kernel on the device of `x`: the constexpr `PDL` and what it implies."""
-    if x.is_cuda and _is_capable(x.device):
+def dependent(x: torch.Tensor, num_programs: int = 0) -> dict[str, bool]:
+    """Launch options for a kernel on the device of `x`: the constexpr `PDL` and what it implies.
+
+    Args:
+        x: A tensor of the launch.
+        num_programs: Its grid, where programs are short; past `MAX_PROGRAMS` it is not asked for.
+    """
+    if x.is_cuda and num_programs <= MAX_PROGRAMS and _is_capable(x.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -61,8 +61,9 @@ def arrange(
     """
     counts, slots = buckets
     T, H = x.shape
-    moe_arrange_kernel[(num_row_blocks(T * top_k, counts.shape[0], _ROWS),)](
+    programs = num_row_blocks(T * top_k, counts.shape[0], _ROWS)
+    moe_arrange_kernel[(programs,)](
         x, arranged, counts, slots, slots.stride(0), x.stride(0), counts.shape[0], H,
         K=top_k, BLOCK_E=triton.next_power_of_2(counts.shape[0]), ROWS=_ROWS, BLOCK_H=_COLUMNS,
-        num_warps=4, **dependent(x),
+        num_warps=4, **dependent(x, programs),
     )  # fmt: skip

@@ -207,7 +207,8 @@ def route(
     # One warp a row either way; four rows a program pay where rows are short and aligned (H200).
     rows = 4 if T >= 128 and block_e <= 128 and E % 16 == 0 else 1
     counts, slots = buckets if buckets is not None else (ids, ids)
-    moe_router_kernel[(triton.cdiv(T, rows),)](
+    programs: int = -(-T // rows)
+    moe_router_kernel[(programs,)](
         logits,
         bias if bias is not None else logits,
         ids,
@@ -235,6 +236,6 @@ def route(
         HAS_BUCKETS=buckets is not None,
         HAS_NAN_COUNT=nan_rows is not None,
         num_warps=rows,
-        **dependent(logits),
+        **dependent(logits, programs),
     )
     return weights, ids
