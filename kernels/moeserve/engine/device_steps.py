@@ -173,7 +173,7 @@ class DeviceSteps:
         places = np.array([seq.row for seq in rows], dtype=np.int32)
         sampled = SampledRows(places, logits_rows(plan, host.cu_seqlens_q))
         numbers, attention = self._arrays[stage], self.attention
-        used = pack(host, sizes, shared, self.attention.block_tokens, self._arrays[stage], sampled)
+        used = pack(host, sizes, shared, attention.block_tokens, numbers, sampled)
         self._numbers[:used].copy_(self._stages[stage][:used], non_blocking=True)
         has_shared = shared.num_tokens > 0
         attention.prepare(host, sizes, has_shared=has_shared, in_graph=size is not None)
