@@ -139,7 +139,8 @@ def gate_up_gemv(
     """X [T, H], w13 [E_loc, 2I, H] -> act [T * K, I] for slots whose expert is local."""
     H = x.shape[1]
     I = act.shape[1]
-    moe_gate_up_gemv_kernel[(triton.cdiv(I, tile.block_n), act.shape[0])](
+    grid = (-(-I // tile.block_n), act.shape[0])
+    moe_gate_up_gemv_kernel[grid](
         x, w13, act, topk_ids, expert_map if expert_map is not None else topk_ids,
         weights_on_input if weights_on_input is not None else x,
         x.stride(0), first_expert, w13.shape[0], num_experts, H, I,
@@ -147,7 +148,7 @@ def gate_up_gemv(
         EVEN=I % tile.block_n == 0 and H % tile.block_k == 0,
         HAS_MAP=expert_map is not None, ACTIVATION=ACTIVATION_CODES[activation],
         WEIGHT_ON_INPUT=weights_on_input is not None, IS_GATED=activation != "relu2",
-        num_warps=tile.num_warps, **dependent(x),
+        num_warps=tile.num_warps, **dependent(x, grid[0] * grid[1]),
     )  # fmt: skip
 
 
@@ -158,7 +159,8 @@ def down_gemv(
 ) -> None:  # fmt: skip
     """Act [T * K, I], w2 [E_loc, H, I] -> out [T, H], weighted and summed over slots."""
     H, I = w2.shape[1], w2.shape[2]
-    moe_down_gemv_kernel[(triton.cdiv(H, tile.block_n), out.shape[0])](
+    grid = (-(-H // tile.block_n), out.shape[0])
+    moe_down_gemv_kernel[grid](
         act, w2, out, topk_ids, expert_map if expert_map is not None else topk_ids,
         weights if weights is not None else act,
         out.stride(0), first_expert, w2.shape[0], num_experts, H, I,
@@ -166,5 +168,5 @@ def down_gemv(
         BN=tile.block_n, BK=tile.block_k, STAGES=tile.num_stages,
         EVEN=I % tile.block_k == 0,
         HAS_MAP=expert_map is not None, HAS_WEIGHT=weights is not None,
-        num_warps=tile.num_warps, **dependent(act),
+        num_warps=tile.num_warps, **dependent(act, grid[0] * grid[1]),
     )  # fmt: skip
