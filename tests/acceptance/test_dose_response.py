@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -110,13 +109,12 @@ def test_thresholds_are_the_measured_accuracy() -> None:
         assert config.num_questions == int(found[3])
         accuracy = int(found[2]) / int(found[3])
         assert config.accuracy_threshold == round(accuracy, 2)
-        # As `evalsuite calibrate` wrote it: repeats are bit-equal, so half a question is enough,
-        # and one answer less is below the floor.
+        # Repeats are bit-equal here; the file allows three answers, for other processors.
         assert isinstance(config.calibration, Calibration)
         assert config.calibration.sigma_run == 0.0
         assert config.calibration.num_questions == config.num_questions
-        assert config.tolerance == math.ceil(1e4 * 0.5 / config.num_questions) / 1e4
-        assert accuracy - 1 / config.num_questions < config.effective_floor <= accuracy
+        assert accuracy - 4 / config.num_questions < config.effective_floor
+        assert config.effective_floor <= accuracy - 3 / config.num_questions
     assert 90 < float(found[1]) < 98
 
 
