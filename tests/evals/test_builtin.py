@@ -1,21 +1,17 @@
+"""The built-in evaluator against a scripted server: what is asked, scored, counted, failed."""
+
 from __future__ import annotations
 
-import json
-import random
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import eval_helpers
 import pytest
 from eval_helpers import GOLD, by_question, config, evaluate, gold_script, samples
-from fake_server import Action, FakeServer, Request, error
+from fake_server import Action, FakeServer, Request, body, error
 
 from evalsuite import evaluators
 from evalsuite.errors import ConfigError
-from evalsuite.evaluators import limits
 from evalsuite.evaluators.aggregate import percentile
 from evalsuite.evaluators.base import Progress
 from evalsuite.ledger import read_ledger
@@ -52,10 +48,6 @@ def test_errors_that_pass_are_retried_and_counted(path: Path) -> None:
     assert (result.accuracy, result.num_failed, result.retries) == (1.0, 0, 6)
     listed = [record.index for record in read_ledger(path) if record.retry_errors]
     assert listed == list(FAILED)
-
-
-def body(content: object) -> Action:
-    return Action(payload=json.dumps(content).encode())
 
 
 @pytest.mark.parametrize(
@@ -219,33 +211,6 @@ def test_chat_mode_sends_messages_and_reads_content(path: Path) -> None:
     assert {request.route for request in server.requests} == {"/v1/chat/completions"}
 
 
-def test_a_resumed_run_asks_only_what_has_no_answer(path: Path) -> None:
-    settings = config(max_retries=0)
-    known = samples(settings)
-    special = {index: [error(500, "x"), GOLD] for index in FAILED}
-    with FakeServer(by_question(known, special)) as server:
-        first = evaluate(server.url, path, settings)
-        content = path.read_bytes()
-        path.write_bytes(content[:-10])
-        second = evaluate(server.url, path, settings)
-        third = evaluate(server.url, path, settings)
-    assert (first.num_failed, second.num_failed, third.num_failed) == (6, 0, 0)
-    # The six failures, and the one whose line was cut.
-    assert (second.reused, third.reused) == (13, 20)
-    assert len(server.requests) == 20 + 7
-    assert second.per_question == third.per_question
-    assert second.prompt_hash == first.prompt_hash
-
-
-def test_a_resumed_run_with_other_prompts_is_refused(path: Path) -> None:
-    with FakeServer(lambda request: Action(("#### 1",))) as server:
-        evaluate(server.url, path, config())
-        with pytest.raises(ConfigError, match="question 0 was answered to prompt"):
-            evaluate(server.url, path, config(num_fewshot=3))
-        with pytest.raises(ConfigError, match=r"max_tokens 256 .now 512."):
-            evaluate(server.url, path, config(max_tokens=512))
-
-
 def test_repeats_and_shuffled_orders(path: Path) -> None:
     settings = config(num_questions=6, max_concurrency=1)
     known = samples(settings)
@@ -282,14 +247,6 @@ def test_the_limit_cuts_the_questions_and_progress_is_told(path: Path) -> None:
     assert len(seen) >= 3
 
 
-def test_concurrency_is_used_and_kept(path: Path) -> None:
-    settings = config(num_questions=40, max_concurrency=7)
-    gold = gold_script(samples(settings))
-    with FakeServer(lambda request: Action(gold(request).texts, delay_s=0.05)) as server:
-        evaluate(server.url, path, settings)
-    assert server.most_open == 7
-
-
 def test_any_bytes_in_a_reply_are_safe(path: Path) -> None:
     nasty = "\ud800\x00\x1b[31m\u2028]]>&\ufffe\n#### 5"
     with FakeServer(lambda request: Action((nasty,)), has_stop=False) as server:
@@ -298,75 +255,10 @@ def test_any_bytes_in_a_reply_are_safe(path: Path) -> None:
     assert [record.text for record in read_ledger(path)] == [nasty] * 3
 
 
-def test_a_thousand_at_once_against_a_server_that_closes_idle_lines(path: Path) -> None:
-    settings = config(num_questions=1319, max_concurrency=1000, max_retries=3)
-    with FakeServer(gold_script(samples(settings)), idle_close_s=0.05) as server:
-        result = evaluate(server.url, path, settings)
-    assert (result.num_answered, result.num_failed, result.accuracy) == (1319, 0, 1.0)
-    assert server.connections > 500
-    records = read_ledger(path)
-    assert max(record.retries for record in records) <= 3
-    assert result.retries == sum(len(record.retry_errors) for record in records)
-
-
-def test_nothing_is_lost_in_a_storm_of_faults_on_closing_lines(path: Path) -> None:
-    """Up to two faults a question and lines that close under it, three repeats: all answered."""
-    settings = config(num_questions=600, max_concurrency=600, max_retries=3)
-    gold = gold_script(samples(settings))
-    faults = [
-        error(500, "x"),
-        error(429, "y", Retry_After="0.1"),
-        Action(cut_after=20),
-        Action(cut_after=20, is_reset=True),
-        Action(is_dropped=True),
-        Action(payload=b"<html>"),
-        Action(raw=b"junk\n"),
-        body({"choices": []}),
-    ]
-    draw = random.Random(1)
-
-    def script(request: Request) -> Action:
-        if request.attempt < 2 and draw.random() < 0.4:
-            return draw.choice(faults)
-        return Action(gold(request).texts, delay_s=0.2 * draw.random())
-
-    with FakeServer(script, idle_close_s=0.05) as server:
-        result = evaluate(server.url, path, settings)
-    assert (result.num_answered, result.num_failed, result.accuracy) == (600, 0, 1.0)
-    records = read_ledger(path)
-    assert max(record.retries for record in records) <= 3
-    assert result.retries == sum(len(record.retry_errors) for record in records) > 200
-
-
-def test_1319_questions_against_an_instant_server_are_quick(path: Path) -> None:
-    settings = config(num_questions=1319, num_fewshot=5, max_concurrency=256)
-    with FakeServer(gold_script(samples(settings))) as server:
-        started = time.process_time()
-        result = evaluate(server.url, path, settings)
-        seconds = time.process_time() - started
-    assert result.accuracy == 1.0
-    # Two seconds are the aim. CPU time, the scripted server's included (0.7 s measured, as much
-    # by the clock on an idle machine), because a loaded machine's clock says nothing.
-    assert seconds < 2.0
-
-
 def test_evaluators_are_found_by_name() -> None:
     assert evaluators.names() == ["builtin", "lm-eval"]
     with pytest.raises(ConfigError, match="'lm_eval'; did you mean 'lm-eval'"):
         evaluators.get("lm_eval")
-
-
-def test_sockets_are_bounded_by_what_the_system_allows_and_the_reader_is_told() -> None:
-    assert limits.allow_sockets(1) == (1, ())
-    code = (
-        "import resource\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (150, 300))\n"
-        "from evalsuite.evaluators.limits import allow_sockets\n"
-        "print(allow_sockets(100), allow_sockets(1000))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    note = "172 requests in flight in place of 1000: the system allows 300 open files"
-    assert done.stdout.strip() == f"(100, ()) (172, ({note!r},))", done.stderr
 
 
 def test_a_check_before_the_start_finds_what_evaluate_would(tmp_path: Path) -> None:
@@ -377,43 +269,6 @@ def test_a_check_before_the_start_finds_what_evaluate_would(tmp_path: Path) -> N
         builtin.check(config(task="gsm8k"), empty, 5)
     with pytest.raises(ConfigError, match=r"metric: .*'strict'; did you mean 'strict-match'"):
         builtin.check(config().model_copy(update={"metric": "strict"}), empty, 5)
-
-
-RUNNER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from eval_helpers import config, evaluate
-evaluate(sys.argv[2], Path(sys.argv[3]), config(num_questions=200, max_concurrency=8))
-"""
-
-
-def test_a_killed_run_goes_on_where_it_was(path: Path) -> None:
-    settings = config(num_questions=200, max_concurrency=8)
-    gold = gold_script(samples(settings))
-    half = threading.Event()
-
-    def script(request: Request) -> Action:
-        if request.number == 100:
-            half.set()
-        return Action(gold(request).texts, delay_s=0.02)
-
-    support = str(Path(eval_helpers.__file__).parent)
-    with FakeServer(script) as server:
-        command = [sys.executable, "-c", RUNNER, support, server.url, str(path)]
-        child = subprocess.Popen(command)
-        assert half.wait(60)
-        child.kill()
-        child.wait(10)
-        recorded = {record.index for record in read_ledger(path)}
-        asked_before = [request.prompts[0] for request in server.requests]
-        result = evaluate(server.url, path, settings)
-    assert (result.accuracy, result.num_answered, result.reused) == (1.0, 200, len(recorded))
-    again = [r.prompts[0] for r in server.requests[len(asked_before) :]]
-    assert len(again) == 200 - len(recorded)
-    # At most what was in flight is asked a second time.
-    assert len(set(asked_before) & set(again)) <= 8
-    assert 80 <= len(recorded) < 200
 
 
 def test_percentiles_are_nearest_rank() -> None:

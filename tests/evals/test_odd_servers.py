@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from eval_helpers import GOLD, by_question, gold_script
-from fake_server import Action, FakeServer, Request, error
+from fake_server import Action, FakeServer, Request, body, error
 
 from evalsuite import http_reply, session, tasks
 from evalsuite.executors import local
@@ -55,10 +55,6 @@ def run(
         results.begin(request.to_json())
         (verdict,) = local.execute(prepared.jobs, prepared.options, results, PlainDisplay(print))
     return verdict, results.records(verdict.job_id), server
-
-
-def body(content: object) -> Action:
-    return Action(payload=json.dumps(content).encode())
 
 
 def raw(head: str, content: bytes = b"") -> Action:

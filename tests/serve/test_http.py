@@ -1,64 +1,24 @@
+"""HTTP: prompts, stops, seeds, log-probabilities, streams, and what reaches the engine."""
+
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
-from fake_engine import (
-    EOS,
-    INFO,
-    FakeEngine,
-    config_for_tests,
-    live_server,
-    piece_tokenizer,
-    pieces_then_eos,
-    service_for,
-)
+from fake_engine import EOS, FakeEngine, live_server, service_for
+from http_helpers import ANSWER, TOKENIZER, events_of, post, texts
+from run_helpers import wait_until
 
-from moeserve.engine.client import EngineInfo, EngineStats
+from moeserve.engine.client import EngineInfo
 from moeserve.engine.request import Request
-from moeserve.errors import Unsupported
-from moeserve.server.limits import Limits
-from moeserve.server.service import Service
-
-TOKENIZER = piece_tokenizer("Ans", "wer 18\nQue", "stion: next")
-ANSWER = pieces_then_eos("Ans", "wer 18\nQue", "stion: next")
-
-
-def events_of(response: httpx.Response) -> list[dict[str, object]]:
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def texts(events: list[dict[str, object]], index: int = 0) -> str:
-    found = ""
-    for event in events:
-        for choice in event["choices"]:  # type: ignore[attr-defined]
-            found += choice["text"] if choice["index"] == index else ""
-    return found
-
-
-def wait_until(condition: object, limit_s: float = 5.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
 def url():
     with live_server(service_for(FakeEngine(respond=ANSWER), TOKENIZER)) as base:
         yield base
-
-
-def post(url: str, **body: object) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
 
 
 def test_ids_batches_and_order_of_choices() -> None:
@@ -245,126 +205,6 @@ def test_characters_over_tokens_in_a_stream() -> None:
         assert all("�" not in e["choices"][0]["text"] for e in events)
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_goes_away_ends_its_sequences(is_streamed: bool) -> None:
-    engine = FakeEngine(respond=lambda request: [65] * 4000, step_s=0.01)
-    with live_server(service_for(engine, TOKENIZER)) as url:
-
-        async def leave() -> None:
-            async with httpx.AsyncClient() as client:
-                body = {"prompt": ["a", "b"], "max_tokens": 4000, "stream": is_streamed}
-                ask = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=body))
-                while len(engine.seen) < 2:  # noqa: ASYNC110 - a list in another thread
-                    await asyncio.sleep(0.005)
-                ask.cancel()
-                await asyncio.gather(ask, return_exceptions=True)
-
-        asyncio.run(leave())
-        wait_until(lambda: len(engine.aborted) == 2)
-        assert post(url, prompt="c", max_tokens=1).status_code == 200
-
-
-def test_engine_errors_are_500_and_never_an_empty_answer() -> None:
-    engine = FakeEngine(fail=lambda r: "out of luck" if r.prompt_ids == (ord("x"),) else "")
-    with live_server(service_for(engine, TOKENIZER)) as url:
-        reply = post(url, prompt=["a", "x"])
-        assert reply.status_code == 500
-        assert reply.json()["error"]["message"] == "out of luck"
-        events = events_of(post(url, prompt="x", stream=True))
-        assert events[-1]["error"]["message"] == "out of luck"
-        assert post(url, prompt="a").status_code == 200
-
-
-def test_health_through_the_life_of_a_server() -> None:
-    engine = FakeEngine()
-    ready = service_for(engine, TOKENIZER)
-    loading = Service(config_for_tests())
-    with live_server(loading) as url:
-        assert httpx.get(f"{url}/health").status_code == 503
-        assert httpx.get(f"{url}/health").json() == {"status": "loading"}
-        reply = post(url, prompt="a")
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-        assert httpx.get(f"{url}/v1/models").status_code == 503
-        assert "vllm:num_requests_running" in httpx.get(f"{url}/metrics").text
-    with live_server(ready) as url:
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/ping").status_code == 200
-        engine.is_alive_now = False
-        assert httpx.get(f"{url}/health").json() == {"status": "failed"}
-        assert post(url, prompt="a").status_code == 503
-
-
-def test_metrics_have_the_names_that_are_scraped(url: str) -> None:
-    post(url, prompt="abc")
-    text = httpx.get(f"{url}/metrics").text
-    lines = dict(
-        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
-    )
-    label = '{model_name="fake"}'
-    assert float(lines["vllm:num_requests_running" + label]) == 3
-    assert float(lines["vllm:num_requests_waiting" + label]) == 2
-    assert float(lines["vllm:kv_cache_usage_perc" + label]) == 0.25
-    assert float(lines["moeserve:padding_rows_total" + label]) == 7
-    assert float(lines["moeserve:nan_rows_total" + label]) == 0
-    assert float(lines["moeserve:steps_total" + label]) == 0
-    for name in ("prompt_tokens_total", "generation_tokens_total"):
-        assert float(lines[f"vllm:{name}" + label]) >= 3
-    for name in (
-        "time_to_first_token_seconds",
-        "time_per_output_token_seconds",
-        "inter_token_latency_seconds",
-        "e2e_request_latency_seconds",
-    ):
-        assert float(lines[f"vllm:{name}_count" + label]) >= 1
-    assert 'vllm:request_success_total{finished_reason="stop",model_name="fake"}' in text
-    assert "vllm:prefix_cache_hits_total" in text
-
-
-def test_api_key_guards_the_api_and_leaves_probes_open() -> None:
-    config = config_for_tests(api_keys=("right", "other"))
-    with live_server(service_for(FakeEngine(), TOKENIZER, config)) as url:
-        for path in ("/v1/models", "/tokenizer_info", "/v1/backends"):
-            assert httpx.get(url + path).status_code == 401
-        bad = httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer wröng".encode()})
-        assert bad.json()["error"]["code"] == "invalid_api_key"
-        for key in ("right", "other"):
-            headers = {"Authorization": f"Bearer {key}"}
-            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
-        for path in ("/health", "/ping", "/version", "/metrics"):
-            assert httpx.get(url + path).status_code == 200
-
-
-def test_queue_full_is_429_with_retry_after_and_room_comes_back() -> None:
-    engine = FakeEngine(respond=lambda request: [65] * 50, step_s=0.01)
-    config = config_for_tests(limits=Limits(max_queue=4))
-    with live_server(service_for(engine, TOKENIZER, config)) as url:
-        with ThreadPoolExecutor(1) as pool:
-            busy = pool.submit(post, url, prompt="a", n=4, max_tokens=50)
-            wait_until(lambda: len(engine.seen) == 4)
-            full = post(url, prompt="b")
-            assert (full.status_code, full.headers["retry-after"]) == (429, "1")
-            assert busy.result().status_code == 200
-        assert post(url, prompt="b", max_tokens=1).status_code == 200
-
-
-def test_models_tokens_and_other_short_routes(url: str) -> None:
-    assert httpx.get(f"{url}/v1/models/fake").json()["id"] == "fake"
-    assert httpx.get(f"{url}/v1/models/nope").status_code == 404
-    assert post(url, prompt="a", model="nope").json()["error"]["code"] == "model_not_found"
-    got = httpx.post(f"{url}/tokenize", json={"prompt": "hé", "return_token_strs": True}).json()
-    assert got["tokens"] == [104, 195, 169]
-    assert (got["count"], got["max_model_len"]) == (3, INFO.max_model_len)
-    back = httpx.post(f"{url}/detokenize", json={"tokens": got["tokens"]}).json()
-    assert back == {"prompt": "hé"}
-    info = httpx.get(f"{url}/tokenizer_info").json()
-    assert (info["eos_token"], info["bos_token"]) == ("<eos>", None)
-    assert httpx.get(f"{url}/v1/evidence").json()["num_moe_layers"] == 4
-    assert httpx.get(f"{url}/version").json()["version"]
-    missing = httpx.get(f"{url}/v1/nope")
-    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
-    assert httpx.get(f"{url}/v1/completions").status_code == 405
-
-
 def test_openai_package_sync_stream_and_async(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["fake"]
@@ -399,29 +239,6 @@ def test_openai_package_sync_stream_and_async(url: str) -> None:
             return [reply.choices[0].text for reply in await asyncio.gather(*asks)]
 
     assert asyncio.run(many()) == ["Answer 18\nQuestion: next"] * 64
-
-
-def test_a_slow_reader_holds_nobody_up() -> None:
-    engine = FakeEngine(respond=lambda request: [65] * 2000)
-    with live_server(service_for(engine, TOKENIZER)) as url:
-        started, done = threading.Event(), threading.Event()
-
-        def dawdle() -> int:
-            body = {"prompt": "a", "max_tokens": 2000, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
-                parts = reply.iter_raw()
-                size = len(next(parts))
-                started.set()
-                done.wait(20)
-                return size + sum(len(part) for part in parts)
-
-        with ThreadPoolExecutor(1) as pool:
-            slow = pool.submit(dawdle)
-            assert started.wait(10)
-            for _ in range(20):
-                assert post(url, prompt="b", max_tokens=1).status_code == 200
-            done.set()
-            assert slow.result() > 2000 * 50
 
 
 def test_request_reaches_the_engine_as_asked() -> None:
@@ -463,21 +280,3 @@ def test_request_reaches_the_engine_as_asked() -> None:
     assert sampling.logit_bias == {65: 5.0, 66: -100.0}
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ((1, 2), True)
     assert (sampling.num_logprobs, sampling.num_prompt_logprobs) == (3, None)
-
-
-def test_what_goes_wrong_inside_is_an_error_in_the_usual_form() -> None:
-    class Broken(FakeEngine):
-        async def profile(self) -> dict[str, object]:
-            raise Unsupported("no profiler here")
-
-        def stats(self) -> EngineStats:
-            raise ZeroDivisionError("a fault of the server's own")
-
-    with live_server(service_for(Broken(), TOKENIZER)) as url:
-        known = httpx.get(f"{url}/v1/evidence")
-        assert (known.status_code, known.json()["error"]["message"]) == (500, "no profiler here")
-        unknown = httpx.get(f"{url}/metrics")
-        assert unknown.status_code == 500
-        assert "log" in unknown.json()["error"]["message"]
-        assert "ZeroDivision" not in unknown.text
-        assert post(url, prompt="a").status_code == 200

@@ -93,6 +93,11 @@ def error(status: int, message: str, **headers: str) -> Action:
     return Action(status=status, payload=payload, headers=named)
 
 
+def body(content: object) -> Action:
+    """A reply of status 200 that is this JSON, whatever it says."""
+    return Action(payload=json.dumps(content).encode())
+
+
 Script = Callable[[Request], Action]
 
 
