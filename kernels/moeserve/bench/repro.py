@@ -81,13 +81,19 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in names if name not in registry().names]
     if unknown:
         raise UsageError(f"repro: {registry().unknown(unknown[0])}")
-    rows = [row for name in names for row in run_backend(name, args.tokens)]
+    rows: list[ReproRow] = []
+    for name in names:
+        rows += run_backend(name, args.tokens)
+        if not args.json:  # at once: a backend may take minutes to build
+            for row in (r for r in rows if r.backend == name):
+                print(_line(row), flush=True)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        for row in rows:
-            print(f"{row.backend:20} {row.dtype:14} {row.case:14} {row.outcome:8} {row.detail}")
     return 1 if any(row.outcome in ("wrong", "crashed") for row in rows) else 0
+
+
+def _line(row: ReproRow) -> str:
+    return f"{row.backend:20} {row.dtype:14} {row.case:14} {row.outcome:8} {row.detail}"
 
 
 def layer_spec(dtype: torch.dtype = torch.bfloat16) -> MoESpec:
@@ -123,6 +129,8 @@ def run_backend(name: str, num_tokens: int) -> list[ReproRow]:
 
 def _run_child(name: str, num_tokens: int) -> None:
     """One line of JSON per case, at once: a crash must not take the earlier ones along."""
+    # The reference is a chain of small products: many threads would only wait for each other.
+    torch.set_num_threads(1)
     spec = layer_spec()
     device = torch.device("cpu" if spec.platform == "cpu" else "cuda")
     generator = torch.Generator().manual_seed(0)
