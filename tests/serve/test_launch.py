@@ -18,7 +18,7 @@ import pytest
 from moeserve.tiny import model_dir
 
 SUPPORT = Path(__file__).parents[1] / "support"
-# The model is the packaged one for its tokenizer; the engine is scripted: 200 tokens of 10 ms.
+# The model is the packaged one for its tokenizer; the engine is scripted: tokens of 10 ms.
 SCRIPT = """
 import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -34,10 +34,10 @@ async def start(config):
     if mode == "slow":
         await asyncio.sleep(60)
     info = replace(INFO, vocab_size=1024)
-    engine = FakeEngine(respond=lambda request: [65] * 200, step_s=0.01, info=info)
+    engine = FakeEngine(respond=lambda request: [65] * 2000, step_s=0.01, info=info)
     engine.stopping = asyncio.Event()
     if mode == "dies":
-        asyncio.get_running_loop().call_later(1.0, setattr, engine, "is_alive_now", False)
+        asyncio.get_running_loop().call_later(0.2, setattr, engine, "is_alive_now", False)
     return engine
 sys.exit(serve(parse(sys.argv[3:]), start))
 """
@@ -79,14 +79,16 @@ def running(tmp_path: Path, mode: str, *options: str) -> Iterator[Running]:
         process.wait()
 
 
-BODY = {"prompt": "a", "max_tokens": 200, "stream": True}
+# Half a second of answer, for a wait to its end; twenty where the end comes before it.
+SHORT = {"prompt": "a", "max_tokens": 50, "stream": True}
+LONG = {**SHORT, "max_tokens": 2000}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_open_requests_finish_within_the_grace_and_the_exit_is_0(tmp_path: Path, number) -> None:
     with running(tmp_path, "serves", "--shutdown-grace-s", "20") as server:
         server.wait_healthy()
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=30) as reply:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=SHORT, timeout=30) as reply:
             lines = reply.iter_lines()
             next(lines)
             server.process.send_signal(number)
@@ -100,7 +102,7 @@ def test_open_requests_finish_within_the_grace_and_the_exit_is_0(tmp_path: Path,
 def test_beyond_the_grace_open_requests_get_an_error(tmp_path: Path) -> None:
     with running(tmp_path, "serves", "--shutdown-grace-s", "0.2") as server:
         server.wait_healthy()
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=30) as reply:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=30) as reply:
             lines = reply.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -112,7 +114,7 @@ def test_beyond_the_grace_open_requests_get_an_error(tmp_path: Path) -> None:
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     with running(tmp_path, "serves", "--shutdown-grace-s", "60") as server:
         server.wait_healthy()
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=30) as reply:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=30) as reply:
             lines = reply.iter_lines()  # kept: dropping it would close the connection
             next(lines)
             server.process.send_signal(signal.SIGTERM)
