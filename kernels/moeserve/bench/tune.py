@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.runtime.errors import TritonError
 
-from moeserve.bench.timing import event_time_us, graph_time_us
+from moeserve.bench.timing import event_time_us, turn_times_us
 from moeserve.bench.tune_candidates import down_candidates, gate_up_candidates, gemv_candidates
 from moeserve.moe.tuning import LayerShape, LayerTiles
 from moeserve.triton_kernels import gemv, grouped_gemm
@@ -28,6 +28,7 @@ from moeserve.triton_kernels.moe_arrange import arrange
 from moeserve.triton_kernels.moe_buckets import fill_buckets
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+NUM_FINALISTS = 6
 
 
 @dataclass
@@ -163,13 +164,14 @@ def _calls(
 def _best(
     which: str, tiles: Sequence[Tile | GemvTile], shape: LayerShape, data: Inputs
 ) -> tuple[Tile | GemvTile, float]:
-    """Time all quickly, then the best five by graph replays."""
+    """Time all quickly, then the best six in turns."""
     quick = sorted(
         ((event_time_us(_calls(which, tile, shape, data)), i) for i, tile in enumerate(tiles))
     )
-    final = [(graph_time_us(_calls(which, tiles[i], shape, data)), i) for _, i in quick[:5]]
-    best_us, index = min(final)
-    return tiles[index], best_us
+    final = [tiles[i] for _, i in quick[:NUM_FINALISTS]]
+    times = turn_times_us([_calls(which, tile, shape, data) for tile in final])
+    best_us, index = min(zip(times, range(len(final)), strict=True))
+    return final[index], best_us
 
 
 def tune(

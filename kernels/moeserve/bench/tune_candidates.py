@@ -15,6 +15,8 @@ from moeserve.triton_kernels.grouped_gemm import Tile
 
 # Shared memory a program may use on Hopper, 227 KiB, less what the kernel itself needs.
 SHARED_BYTES = 220 * 1024
+# Loads on their way that a memory-bound loop over tiles needs at least, of a multiprocessor.
+LEAST_AHEAD_BYTES = 80 * 1024
 
 
 def gate_up_candidates(rows: float) -> list[Tile]:
@@ -29,12 +31,18 @@ def down_candidates(rows: float) -> list[Tile]:
     """The same for the second GEMM, which holds one accumulator and may be wider."""
     tiles = _candidates(rows, num_weight_tiles=1, widths=(64, 128, 256))
     flat = [
-        replace(t, is_persistent=True, programs_per_sm=programs)
+        replace(t, uses_tma=True, is_persistent=True, programs_per_sm=programs)
         for t in tiles
-        if t.uses_tma and t.block_m in (32, 64) and not t.tail_m
+        if t.block_m <= 64 and t.is_swapped and not t.tail_m and rows >= 3
         for programs in (1, 2, 3)
     ]
-    return tiles + [t for t in flat if _fits(t, 1)]
+    flat += [replace(t, is_swapped=False) for t in flat if t.block_m == 64]
+    return list(dict.fromkeys(tiles + [t for t in flat if _is_flat_worth_trying(t)]))
+
+
+def _is_flat_worth_trying(tile: Tile) -> bool:
+    ahead = _stage_bytes(tile, 1) * tile.num_stages * tile.programs_per_sm
+    return ahead >= LEAST_AHEAD_BYTES and _fits(tile, 1)
 
 
 def _candidates(rows: float, num_weight_tiles: int, widths: tuple[int, ...]) -> list[Tile]:
@@ -84,12 +92,15 @@ def _variants(tile: Tile) -> list[Tile]:
     return out
 
 
+def _stage_bytes(tile: Tile, num_weight_tiles: int) -> int:
+    return tile.block_k * 2 * (tile.block_m + num_weight_tiles * tile.block_n)
+
+
 def _fits(tile: Tile, num_weight_tiles: int) -> bool:
-    per_stage = tile.block_k * 2 * (tile.block_m + num_weight_tiles * tile.block_n)
     accumulators = num_weight_tiles * tile.block_m * tile.block_n
     # 32-bit accumulators of a thread: past 128 the compiler spills.
     registers = accumulators / (32 * tile.num_warps)
-    shared = per_stage * tile.num_stages * tile.programs_per_sm
+    shared = _stage_bytes(tile, num_weight_tiles) * tile.num_stages * tile.programs_per_sm
     return shared <= SHARED_BYTES and registers <= 128
 
 

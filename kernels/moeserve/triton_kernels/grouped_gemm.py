@@ -28,10 +28,10 @@ class Tile:
     `is_persistent` launches `programs_per_sm` programs for each multiprocessor, which loop over
     tiles; where all operands come through descriptors and there are no short blocks, a program
     fetches its next tile while it stores one. `uses_tma` reads the weights, and in the second GEMM
-    the activations, through tensor descriptors. An expert's last row block, where it has at most
-    `tail_m` rows, is computed with that many, and not padded to a whole block; 0 turns this off.
-    `is_arranged` has the first GEMM read tokens, copied into the experts' order by
-    `moe_arrange.py`, through a descriptor.
+    the activations, through tensor descriptors; gate and up are then one operand. An expert's last
+    row block, where it has at most `tail_m` rows, is computed with that many, and not padded to a
+    whole block; 0 turns this off. `is_arranged` has the first GEMM read tokens, copied into the
+    experts' order by `moe_arrange.py`, through a descriptor.
     """
 
     block_m: int
@@ -81,9 +81,15 @@ def _is_tail_swapped(tile: Tile) -> bool:
     return tile.is_swapped or (tile.tail_m < 64 and tile.block_n >= 64)
 
 
-def _weight_operand(w: torch.Tensor, tile: Tile) -> object:
-    """The flat [rows, k] matrix, or a descriptor of it."""
-    return _operand(w.view(-1, w.shape[-1]), tile.block_n, tile, tile.uses_tma)
+def _projections_operand(w13: torch.Tensor, num_projections: int, tile: Tile) -> object:
+    """The weights as they are, or a descriptor of blocks of both projections' rows."""
+    if not tile.uses_tma:
+        return w13
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    parts = w13.view(w13.shape[0], num_projections, -1, w13.shape[2])
+    block = [1, num_projections, tile.block_n, tile.block_k]
+    return TensorDescriptor.from_tensor(parts, block)
 
 
 def _operand(matrix: torch.Tensor, rows: int, tile: Tile, is_described: bool) -> object:
@@ -126,7 +132,7 @@ def gate_up(
     moe_gate_up_kernel[(_grid(tile, act.shape[0], num_local, I, x.device),)](
         _operand(x, tile.block_m, tile, tile.is_arranged),
         _operand(x, tile.tail_m or tile.block_m, tile, tile.is_arranged),
-        _weight_operand(w13, tile), act, counts, slots,
+        _projections_operand(w13, w13.shape[1] // I, tile), act, counts, slots,
         weights_on_input if weights_on_input is not None else x,
         slots.stride(0), x.stride(0), num_local, H, I,
         K=top_k, BLOCK_E=triton.next_power_of_2(num_local),
@@ -166,7 +172,7 @@ def down(
     moe_down_kernel[(_grid(tile, act.shape[0], num_local, H, act.device),)](
         _operand(act, tile.block_m, tile, tile.uses_tma),
         _operand(act, tile.tail_m or tile.block_m, tile, tile.uses_tma),
-        _weight_operand(w2, tile), out, counts, slots,
+        _operand(w2.view(-1, I), tile.block_n, tile, tile.uses_tma), out, counts, slots,
         weights if weights is not None else act,
         slots.stride(0), num_local, H, I,
         BLOCK_E=triton.next_power_of_2(num_local),
