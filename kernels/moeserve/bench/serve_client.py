@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from random import Random
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,8 @@ from moeserve.bench.serve_load import Ask
 
 # A run is bounded by its own load, not by a time-out that would look like a slow server.
 _TIMEOUT_S = 6 * 3600
+# Fields of a chat's delta that hold generated text.
+_SAID = ("reasoning", "reasoning_content", "content")
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Outcome:
     Attributes:
         start: When it was sent.
         ttft: From there to the first token.
-        itls: Between one chunk with text and the next.
+        itls: Between one chunk with tokens and the next.
         latency: From sending to the last token.
         num_input: Prompt tokens, as the server counts.
         num_output: Generated tokens, as the server counts.
@@ -117,7 +120,11 @@ class Outcome:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session without a bound of its own on connections."""
+    """Return a session without a bound of its own on connections.
+
+    It does not look for proxies: aiohttp's `trust_env` asks the environment and .netrc before every
+    request, half a millisecond after the clock has started, one request of a burst after the other.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
         timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
@@ -152,31 +159,21 @@ async def _follow(response: aiohttp.ClientResponse, outcome: Outcome, pieces: li
     has_end = False
     async for data in response.content.iter_any():
         now = perf_counter()
-        *events, rest = (rest + data).split(b"\n\n")
-        for event in events:
-            if not event.startswith(b"data:"):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            # An event of these streams has one line of data, whatever ends it or stands by it.
+            if not line.startswith(b"data:"):
                 continue
-            payload = event[5:].strip()
+            payload = line[5:].strip()
             if payload == b"[DONE]":
                 has_end = True
                 continue
-            chunk: dict[str, Any] = json.loads(payload)
-            if "error" in chunk:
-                outcome.error = f"in the stream: {chunk['error']}"
+            text = _text(json.loads(payload), outcome)
+            if outcome.error:
                 return
-            if chunk.get("usage"):
-                outcome.num_input = chunk["usage"]["prompt_tokens"]
-                outcome.num_output = chunk["usage"]["completion_tokens"]
-            if not chunk.get("choices"):
-                continue
-            choice = chunk["choices"][0]
-            text = choice.get("text")
             if text is None:
-                delta = choice.get("delta") or {}
-                if "content" not in delta or (delta.get("role") and not delta["content"]):
-                    continue
-                text = delta["content"]
-            pieces.append(text or "")
+                continue
+            pieces.append(text)
             if num_chunks == 0:
                 outcome.ttft = now - outcome.start
             else:
@@ -184,11 +181,56 @@ async def _follow(response: aiohttp.ClientResponse, outcome: Outcome, pieces: li
             num_chunks += 1
             last = now
             outcome.latency = now - outcome.start
+    # Some servers end the last line by closing.
+    has_end = has_end or rest.strip() in (b"data: [DONE]", b"data:[DONE]")
     if not has_end or num_chunks == 0:
         outcome.error = "the stream ended early" if num_chunks else "no token came"
     elif outcome.num_output == 0:
         # A server that reports no usage: a chunk is taken for a token.
         outcome.num_output = num_chunks
+
+
+def _text(chunk: Any, outcome: Outcome) -> str | None:
+    """Return what a chunk's tokens say, None if it has none; note the usage or the error.
+
+    Raises:
+        ValueError: No chunk of an OpenAI stream.
+    """
+    try:
+        if error := chunk.get("error"):
+            outcome.error = f"in the stream: {error}"
+            return None
+        if usage := chunk.get("usage"):
+            outcome.num_input = usage.get("prompt_tokens") or 0
+            outcome.num_output = usage.get("completion_tokens") or 0
+        if not chunk.get("choices"):
+            return None
+        choice = chunk["choices"][0]
+        if "delta" not in choice:
+            text: str | None = choice["text"]
+            return text
+        # A chat begins with a role and may end with a bare reason: neither is a token. Thoughts and
+        # calls are: the usage counts them, so the first of them is the first token.
+        delta = choice["delta"] or {}
+        said = [delta[name] for name in _SAID if delta.get(name) is not None]
+        calls = delta.get("tool_calls")
+        if not calls and (not said or (delta.get("role") and not any(said))):
+            return None
+        return "".join(said)
+    except (AttributeError, IndexError, KeyError, TypeError) as fault:
+        raise ValueError(f"no chunk of a stream: {str(chunk)[:200]} ({fault!r})") from None
+
+
+def _arrivals(num_asks: int, pace: Pace) -> list[float]:
+    """Seconds from the start at which requests are sent: Poisson, the last at `num_asks` / rate.
+
+    Scaled to that end, as the field does, so that no seed offers a higher rate than was asked.
+    """
+    if not math.isfinite(pace.rate):
+        return [0.0] * num_asks
+    rng = Random(pace.seed)
+    moments = list(accumulate(rng.expovariate(1.0) for _ in range(num_asks)))
+    return [moment / moments[-1] * num_asks / pace.rate for moment in moments]
 
 
 async def run_load(
@@ -203,7 +245,6 @@ async def run_load(
         tick: Told the number done after each.
     """
     gate = asyncio.Semaphore(pace.max_concurrency) if pace.max_concurrency else None
-    rng = Random(pace.seed)
     num_done = 0
 
     async def one(session: aiohttp.ClientSession, ask: Ask) -> Outcome:
@@ -221,11 +262,10 @@ async def run_load(
     async with new_session() as session:
         start = perf_counter()
         tasks = []
-        due = start
-        for ask in asks:
+        for ask, moment in zip(asks, _arrivals(len(asks), pace), strict=True):
+            wait = start + moment - perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
             tasks.append(asyncio.create_task(one(session, ask)))
-            if math.isfinite(pace.rate):
-                due += rng.expovariate(pace.rate)
-                await asyncio.sleep(max(0.0, due - perf_counter()))
         outcomes = await asyncio.gather(*tasks)
         return list(outcomes), perf_counter() - start

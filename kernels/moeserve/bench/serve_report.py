@@ -133,15 +133,17 @@ def _peaks(answered: list[Outcome]) -> tuple[float, int]:
         return 0.0, 0
     first = min(outcome.start for outcome in answered)
     num_seconds = int(max(o.start + o.latency for o in answered) - first) + 1
-    tokens, opened = [0] * num_seconds, [0] * num_seconds
+    tokens, opened = [0.0] * num_seconds, [0] * num_seconds
     for outcome in answered:
         begin = outcome.start - first
         times = accumulate(outcome.itls, initial=begin + outcome.ttft)
+        # A chunk may hold several; how many of the reply's it holds is not said.
+        tokens_per_chunk = outcome.num_output / (len(outcome.itls) + 1)
         for moment in times:
-            tokens[min(int(moment), num_seconds - 1)] += 1
+            tokens[min(int(moment), num_seconds - 1)] += tokens_per_chunk
         for second in range(int(begin), int(begin + outcome.latency) + 1):
             opened[second] += 1
-    return float(max(tokens)), max(opened)
+    return max(tokens), max(opened)
 
 
 def report(summary: Summary, metrics: Sequence[str] = ("ttft", "tpot", "itl")) -> str:
@@ -190,6 +192,7 @@ def to_json(summary: Summary) -> dict[str, object]:
         "output_lens": [outcome.num_output for outcome in outcomes],
         "ttfts": [round(outcome.ttft, 6) for outcome in outcomes],
         "itls": [[round(gap, 6) for gap in outcome.itls] for outcome in outcomes],
+        "latencies": [round(outcome.latency, 6) for outcome in outcomes],
         "start_times": [outcome.start for outcome in outcomes],
         "generated_texts": [outcome.text for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
