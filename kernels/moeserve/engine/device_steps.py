@@ -27,7 +27,7 @@ from moeserve.layers.attention_triton import (
 )
 from moeserve.layers.step_inputs import SampledRows, StepSizes, StepViews, pack
 from moeserve.runner.compile_ahead import compile_ahead
-from moeserve.runner.cuda_graph import CudaCapture, GraphLadder, graph_sizes
+from moeserve.runner.cuda_graph import Capturable, CudaCapture, GraphLadder, graph_sizes
 from moeserve.runner.sampler import Sampled, sample
 from moeserve.triton_kernels.sample import argmax
 
@@ -122,7 +122,7 @@ class DeviceSteps:
         self.graphs: GraphLadder | None = None
         if has_graphs:
             capture = CudaCapture() if self._is_cuda else _Repeat
-            self.graphs = GraphLadder(graph_sizes(max_seqs), self._decode_run, capture)
+            self.graphs = GraphLadder(graph_sizes(max_seqs), self._decode_step, capture)
 
     def warm_up(self) -> None:
         """Compile what steps of any size will run, then capture the graphs."""
@@ -132,15 +132,18 @@ class DeviceSteps:
             self.graphs.capture_all()
 
     def _sample_runs(self) -> list[Callable[[], object]]:
-        """Steps that between them meet every kernel variant; layers are all alike."""
+        """Steps that between them meet every kernel variant."""
         most = self.limits.max_num_batched_tokens
-        sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-        runs: list[Callable[[], object]] = []
-        for T in sizes:
-            if self.limits.max_num_seqs >= T:
-                for has_shared in (False, True):
-                    runs.append(partial(self._eager, StepSizes(T, T, T), has_shared, 1))
-            runs.append(partial(self._eager, StepSizes(T, 1, 0, 1), False, 1))
+        powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+        decodes = set(self.graphs.sizes if self.graphs is not None else ())
+        decodes.update(T for T in powers if self.limits.max_num_seqs >= T)
+        num_layers = self.runner.num_sample_layers
+        runs: list[Callable[[], object]] = [
+            partial(self._eager, StepSizes(T, T, T), has_shared, num_layers)
+            for T in sorted(decodes)
+            for has_shared in (False, True)
+        ]
+        runs += [partial(self._eager, StepSizes(T, 1, 0, 1), False, num_layers) for T in powers]
         return runs
 
     def _host_buffer(self, size: int) -> Tensor:
@@ -274,24 +277,24 @@ class DeviceSteps:
             argmax(logits, attention.views.places, self._tokens, self.last_tokens)
         return hidden
 
-    def _decode_run(self, size: int, has_shared: bool) -> Callable[[], None]:
+    def _decode_step(self, size: int, has_shared: bool) -> Capturable:
         """What a graph of `size` rows holds."""
         sizes = StepSizes(size, size, size)
         self.attention.prepare_capture(size, self.limits.max_pages)
 
         @torch.inference_mode()
-        def run() -> None:
-            self._eager(sizes, has_shared)
+        def run(num_layers: int | None = None) -> None:
+            self._eager(sizes, has_shared, num_layers)
 
-        return run
+        return Capturable(run, partial(run, self.runner.num_sample_layers))
 
 
 @dataclass(frozen=True)
 class _Repeat:
     """A captured step where nothing can be captured: it runs again."""
 
-    run: Callable[[], None]
+    step: Capturable
 
     def replay(self) -> None:
         """Run it."""
-        self.run()
+        self.step.run()

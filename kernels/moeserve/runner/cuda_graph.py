@@ -1,6 +1,6 @@
 """Decode steps as captured CUDA graphs over a ladder of batch sizes.
 
-Receives the function that runs a step on static inputs; captures it once for each size (and once
+Receives a function that makes a step on static inputs; captures it once for each size (and once
 more with a prefix taken apart, at first need) and replays it. A batch between two sizes is padded
 with rows that write nothing and read nothing of their own, so real rows keep their bits. All
 graphs share one memory pool: they run one after another.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,19 @@ class Captured(Protocol):
     def replay(self) -> None:
         """Enqueue it."""
         ...
+
+
+@dataclass(frozen=True)
+class Capturable:
+    """A step on static inputs.
+
+    Attributes:
+        run: All of it.
+        sample: As little of it as meets every kernel, to load them before they are captured.
+    """
+
+    run: Callable[[], None]
+    sample: Callable[[], None]
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -49,17 +63,17 @@ class CudaCapture:
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], None]) -> Captured:
-        """Run once to load every kernel and make the library's scratch, then capture."""
+    def __call__(self, step: Capturable) -> Captured:
+        """Run a sample to load every kernel and make the library's scratch, then capture."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            run()
+            step.sample()
             self._stream.synchronize()
             # torch.cuda.graph() collects garbage before each capture, which takes longer than this.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                run()
+                step.run()
             finally:
                 graph.capture_end()
         torch.cuda.synchronize()
@@ -72,11 +86,11 @@ class GraphLadder:
     def __init__(
         self,
         sizes: list[int],
-        make_run: Callable[[int, bool], Callable[[], None]],
-        capture: Callable[[Callable[[], None]], Captured],
+        make_step: Callable[[int, bool], Capturable],
+        capture: Callable[[Capturable], Captured],
     ) -> None:
         self.sizes = sizes
-        self._make_run = make_run
+        self._make_step = make_step
         self._capture = capture
         self._graphs: dict[tuple[int, bool], Captured] = {}
 
@@ -93,7 +107,7 @@ class GraphLadder:
         key = (size, has_shared)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(self._make_run(size, has_shared))
+            graph = self._graphs[key] = self._capture(self._make_step(size, has_shared))
         return graph
 
     def capture_all(self) -> None:

@@ -125,6 +125,16 @@ class ModelRunner:
         is_triton = plan is None or all(name == "triton" for _, name in plan.ranges)
         return is_triton and self.attention.name == "triton"
 
+    @property
+    def num_sample_layers(self) -> int:
+        """Leading layers that between them launch every kernel of the model.
+
+        Those before the first layer with experts, that one, and one that takes what it leaves.
+        """
+        flags = self.spec.is_moe_layer
+        first = flags.index(True) if True in flags else 0
+        return min(len(flags), first + 2)
+
     def allocate_cache(self, num_pages: int) -> None:
         """Give every attention layer its KV cache."""
         self.num_pages = num_pages
