@@ -34,6 +34,7 @@ from moeserve.triton_kernels.sample import argmax
 if TYPE_CHECKING:
     from moeserve.engine.sequence import Sequence
     from moeserve.layers.attention import Array
+    from moeserve.runner.compile_process import CompileProcess
     from moeserve.runner.model_runner import ModelRunner
 
 # Host buffers in rotation: the copy of one step may still run while the next is prepared.
@@ -124,20 +125,19 @@ class DeviceSteps:
             capture = CudaCapture() if self._is_cuda else _Repeat
             self.graphs = GraphLadder(graph_sizes(max_seqs), self._decode_step, capture)
 
-    def warm_up(self) -> None:
+    def warm_up(self, compiling: CompileProcess | None = None) -> None:
         """Compile what steps of any size will run, then capture the graphs."""
         if self._is_cuda and self.runner.is_triton_only:
-            compile_ahead(self._sample_runs())
+            compile_ahead(self._sample_runs(), compiling)
         if self.graphs is not None:
             self.graphs.capture_all()
 
     def _sample_runs(self) -> list[Callable[[], object]]:
         """Steps that between them meet every kernel variant."""
-        most = self.limits.max_num_batched_tokens
+        most, num_layers = self.limits.max_num_batched_tokens, self.runner.num_sample_layers
         powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
         decodes = set(self.graphs.sizes if self.graphs is not None else ())
         decodes.update(T for T in powers if self.limits.max_num_seqs >= T)
-        num_layers = self.runner.num_sample_layers
         runs: list[Callable[[], object]] = [
             partial(self._eager, StepSizes(T, T, T), has_shared, num_layers)
             for T in sorted(decodes)

@@ -32,6 +32,7 @@ from moeserve.runner.sampler import Sampled, score_tokens
 if TYPE_CHECKING:
     from moeserve.engine.batch import SharedStep
     from moeserve.engine.team import Team
+    from moeserve.runner.compile_process import CompileProcess
 
 logger = logging.getLogger(__name__)
 NOT_FINITE = "the model produced no finite logits for this request"
@@ -59,9 +60,14 @@ class Engine:
         team: The other ranks; None where there are none.
     """
 
-    def __init__(self, config: EngineConfig, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: Place | None = None,
+        compiling: CompileProcess | None = None,
+    ) -> None:
         place = place or Place()
-        started = start(config, place)
+        started = start(config, place, compiling)
         self.place = place
         self.team: Team | None = None
         self.config = started.config

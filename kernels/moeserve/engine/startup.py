@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from moeserve.models.config import ModelSpec, load_model_spec
 from moeserve.models.shards import check_divides
 from moeserve.parallel import Place, connect
 from moeserve.runner.model_runner import ModelRunner, RunnerOptions
+
+if TYPE_CHECKING:
+    from moeserve.runner.compile_process import CompileProcess
 
 logger = logging.getLogger(__name__)
 # KV cache of a CPU server that was given no size: some 260,000 tokens of the embedded model.
@@ -83,12 +87,13 @@ class Started:
     threads: CpuThreads
 
 
-def start(config: EngineConfig, place: Place) -> Started:
+def start(config: EngineConfig, place: Place, compiling: CompileProcess | None = None) -> Started:
     """Load the model and size everything.
 
     Args:
         config: Options.
         place: This rank's; with others, they do the same.
+        compiling: Compiles this rank's kernels, where it was worth starting.
 
     Raises:
         UsageError: An option cannot be meant; names it and its value.
@@ -128,7 +133,7 @@ def start(config: EngineConfig, place: Place) -> Started:
         runner.attention.page_size,
         num_pages * runner.page_bytes() / 2**30,
     )
-    return Started(config, runner, _steps(config, runner, limits), limits, threads)
+    return Started(config, runner, _steps(config, runner, limits, compiling), limits, threads)
 
 
 def _check_ranks(config: EngineConfig, spec: ModelSpec, place: Place, device: torch.device) -> None:
@@ -152,7 +157,12 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec, place: Place, device: to
         torch.cuda.set_device(place.rank)
 
 
-def _steps(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> Steps:
+def _steps(
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: SchedulerLimits,
+    compiling: CompileProcess | None,
+) -> Steps:
     """How steps run here; on a GPU with every kernel compiled and every graph captured."""
     if not runner.attention.is_fused:
         return HostSteps(runner)
@@ -164,7 +174,7 @@ def _steps(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -
         limits.max_num_seqs, limits.max_num_batched_tokens, -(-limits.max_model_len // page_size)
     )
     steps = DeviceSteps(runner, sizes, has_graphs=not config.enforce_eager)
-    steps.warm_up()
+    steps.warm_up(compiling)
     return steps
 
 

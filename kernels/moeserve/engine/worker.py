@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from moeserve.engine.wire import Message, Outbox, Unpacker, pack, receive
+from moeserve.runner.compile_process import CompileProcess
 
 if TYPE_CHECKING:
     from moeserve.engine.config import EngineConfig
@@ -71,10 +72,12 @@ def _read(sock: socket.socket, inbox: queue.SimpleQueue[Message]) -> None:
 def _load(sock: socket.socket, config: EngineConfig, started_at: float) -> Engine | None:
     from moeserve.errors import MoeserveError
 
+    # Before torch is imported, so that both import at the same time.
+    compiling = None if config.device == "cpu" else CompileProcess.start_if_useful()
     try:
         from moeserve.engine.engine import Engine
 
-        engine = Engine(config)
+        engine = Engine(config, compiling=compiling)
     except MoeserveError as error:
         sock.sendall(pack(("failed", type(error).__name__, str(error))))
         return None
@@ -83,6 +86,9 @@ def _load(sock: socket.socket, config: EngineConfig, started_at: float) -> Engin
         logger.exception("the engine could not start")
         sock.sendall(pack(("failed", "EngineError", f"{type(error).__name__}: {error}")))
         return None
+    finally:
+        if compiling is not None:
+            compiling.close()
     load_s = time.time() - started_at
     logger.info("ready after %.2f s", load_s)
     sock.sendall(pack(("ready", engine.info(load_s))))

@@ -3,6 +3,7 @@
 Receives the calls; leaves the kernels in Triton's caches, in memory and on disk, and on the device.
 Compiled one after another at their first launch they take most of a minute on a machine that has
 never run them; the library's own kernels in the calls run as usual, on whatever their inputs hold.
+Where `compile_process.py` has been started, the compilations are its own.
 """
 
 from __future__ import annotations
@@ -11,32 +12,42 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from moeserve.runner.compile_process import CompileProcess
+
 logger = logging.getLogger(__name__)
 NUM_THREADS = 16
 
 
-def compile_ahead(calls: Sequence[Callable[[], object]], num_threads: int = NUM_THREADS) -> None:
+def compile_ahead(
+    calls: Sequence[Callable[[], object]],
+    process: CompileProcess | None = None,
+    num_threads: int = NUM_THREADS,
+) -> None:
     """Compile what `calls` launch.
 
     Args:
         calls: Each is run once, with Triton launches replaced by compilations.
+        process: Asked first; what it has compiled is only read here. It gets no more questions.
         num_threads: Compilations side by side.
     """
     start = time.perf_counter()
     with ThreadPoolExecutor(num_threads) as pool:
-        mode = triton.AsyncCompileMode(pool)
-        with _without_launches(), mode, torch.inference_mode():
+        asking = _Asking(pool, process)
+        mode = triton.AsyncCompileMode(cast(Executor, asking))
+        with _without_launches(asking), mode, torch.inference_mode():
             for call in calls:
                 call()
+            if process is not None:
+                process.close()
         kernels = [future.result() for future in mode.future_kernels.values()]
         if torch.cuda.is_available():
             # Otherwise each is paid for at its first launch, in the middle of a request.
@@ -44,7 +55,47 @@ def compile_ahead(calls: Sequence[Callable[[], object]], num_threads: int = NUM_
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    logger.info("%d Triton kernels ready after %.2f s", len(kernels), seconds)
+    where = " (compiled by a process of their own)" if process is not None else ""
+    logger.info("%d Triton kernels ready after %.2f s%s", len(kernels), seconds, where)
+
+
+class _Asking:
+    """What Triton calls before it compiles, and the executor that it gives the compilation to."""
+
+    def __init__(self, pool: ThreadPoolExecutor, process: CompileProcess | None) -> None:
+        self._pool = pool
+        self._process = process
+        self._seen: set[tuple[str, str, str]] = set()
+        self._answer: Future[bool] | None = None
+
+    def hook(self, *, key: object, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """True skips a kernel: it has been asked for, and would be described once more."""
+        name = (fn.module, fn.name, str(key))
+        if name in self._seen:
+            return True
+        self._seen.add(name)
+        if self._process is not None:
+            target = triton.runtime.driver.active.get_current_target()
+            self._answer = self._process.ask(
+                {
+                    "target": [target.backend, target.arch, target.warp_size],
+                    "module": fn.module,
+                    "name": fn.name,
+                    "specialization": compile["specialization_data"],
+                }
+            )
+        return False
+
+    def submit(self, compilation: Callable[[], Any]) -> Future[Any]:
+        """Compile in a thread, after the process, from whose result on disk it then is."""
+        answer, self._answer = self._answer, None
+
+        def run() -> Any:
+            if answer is not None:
+                answer.result()
+            return compilation()
+
+        return self._pool.submit(run)
 
 
 def _load(kernel: Any, device: int) -> None:
@@ -54,16 +105,18 @@ def _load(kernel: Any, device: int) -> None:
 
 
 @contextmanager
-def _without_launches() -> Iterator[None]:
+def _without_launches(asking: _Asking) -> Iterator[None]:
     """Launches of Triton kernels only ask for their compilation."""
-    launch = JITFunction.run
+    launch, hook = JITFunction.run, triton.knobs.runtime.jit_cache_hook
 
     @functools.wraps(launch)
     def ask(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = ask
+    triton.knobs.runtime.jit_cache_hook = asking.hook
     try:
         yield
     finally:
         JITFunction.run = launch
+        triton.knobs.runtime.jit_cache_hook = hook

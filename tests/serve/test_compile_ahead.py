@@ -1,0 +1,74 @@
+"""Kernels compiled before they are launched, by a process of their own or without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moeserve.runner import compile_process
+from moeserve.runner.compile_process import CompileProcess
+
+SCRIPT = Path(__file__).parents[1] / "support" / "compile_without_gpu.py"
+
+
+def compiled(how: str, cache: Path) -> tuple[dict[str, object], str, set[str]]:
+    """What the script printed, what it logged, and names of what lies in the cache."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), how], env={**env, "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return printed, done.stderr, {path.name for path in cache.iterdir()}
+
+
+def test_the_process_leaves_on_disk_what_the_engine_would_have_made(tmp_path: Path) -> None:
+    by_process, _, found = compiled("process", tmp_path / "process")
+    alone, _, made = compiled("alone", tmp_path / "alone")
+    assert by_process == {"found": 3, "made": 0, "error": ""}
+    assert alone == {"found": 0, "made": 3, "error": ""}
+    assert found == made
+
+
+def test_a_process_that_dies_only_costs_its_help(tmp_path: Path) -> None:
+    printed, _, _ = compiled("dying", tmp_path)
+    assert printed == {"found": 0, "made": 3, "error": ""}
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_where_it_was_asked_for(tmp_path: Path) -> None:
+    printed, logged, _ = compiled("faulty", tmp_path)
+    assert "power of 2" in str(printed["error"])
+    assert "a kernel did not compile ahead" in logged
+    assert printed["found"] == 3
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "cores", "cached", "starts"),
+    [(True, 16, 0, True), (False, 16, 0, False), (True, 2, 0, False), (True, 16, 100, False)],
+)
+def test_the_process_is_started_where_it_pays(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_gpu: bool,
+    cores: int,
+    cached: int,
+    starts: bool,
+) -> None:
+    device, cache = tmp_path / "nvidiactl", tmp_path / "cache"
+    if has_gpu:
+        device.touch()
+    for number in range(cached):
+        (cache / str(number)).mkdir(parents=True)
+    monkeypatch.setattr(compile_process, "GPU_DEVICES", (device,))
+    monkeypatch.setattr(compile_process, "num_cores", lambda: cores)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    begun = []
+    monkeypatch.setattr(CompileProcess, "start", classmethod(lambda cls: begun.append(cls)))
+    CompileProcess.start_if_useful()
+    assert bool(begun) == starts
