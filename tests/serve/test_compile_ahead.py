@@ -72,3 +72,15 @@ def test_the_process_is_started_where_it_pays(
     monkeypatch.setattr(CompileProcess, "start", classmethod(lambda cls: begun.append(cls)))
     CompileProcess.start_if_useful()
     assert bool(begun) == starts
+
+
+def test_samples_hold_every_graph_and_begin_with_the_largest_step() -> None:
+    from moeserve.runner.compile_ahead import sample_steps
+
+    steps = sample_steps(24, 100, [1, 2, 3, 24])
+    assert steps[0][0].num_tokens == 100
+    decodes = [(sizes.num_decodes, shared) for sizes, shared in steps if sizes.num_decodes]
+    assert len(decodes) == len(set(decodes))
+    for shared in (False, True):
+        mine = [rows for rows, s in decodes if s == shared]
+        assert mine == [16, 8, 4, 2, 1, 24, 3]

@@ -8,7 +8,6 @@ engine's; steps on a CPU are `host_steps.py`, where `Step` is described.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from moeserve.layers.attention_triton import (
     no_shared_prefix,
 )
 from moeserve.layers.step_inputs import SampledRows, StepSizes, StepViews, pack
-from moeserve.runner.compile_ahead import compile_ahead
+from moeserve.runner.compile_ahead import compile_ahead, sample_steps
 from moeserve.runner.cuda_graph import Capturable, CudaCapture, GraphLadder, graph_sizes
 from moeserve.runner.sampler import Sampled, sample
 from moeserve.triton_kernels.sample import argmax
@@ -128,23 +127,12 @@ class DeviceSteps:
     def warm_up(self, compiling: CompileProcess | None = None) -> None:
         """Compile what steps of any size will run, then capture the graphs."""
         if self._is_cuda and self.runner.is_triton_only:
-            compile_ahead(self._sample_runs(), compiling)
+            limits, captured = self.limits, self.graphs.sizes if self.graphs is not None else ()
+            steps = sample_steps(limits.max_num_seqs, limits.max_num_batched_tokens, captured)
+            num_layers = self.runner.num_sample_layers
+            compile_ahead([partial(self._eager, *step, num_layers) for step in steps], compiling)
         if self.graphs is not None:
             self.graphs.capture_all()
-
-    def _sample_runs(self) -> list[Callable[[], object]]:
-        """Steps that between them meet every kernel variant."""
-        most, num_layers = self.limits.max_num_batched_tokens, self.runner.num_sample_layers
-        powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-        decodes = set(self.graphs.sizes if self.graphs is not None else ())
-        decodes.update(T for T in powers if self.limits.max_num_seqs >= T)
-        runs: list[Callable[[], object]] = [
-            partial(self._eager, StepSizes(T, T, T), has_shared, num_layers)
-            for T in sorted(decodes)
-            for has_shared in (False, True)
-        ]
-        runs += [partial(self._eager, StepSizes(T, 1, 0, 1), False, num_layers) for T in powers]
-        return runs
 
     def _host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)

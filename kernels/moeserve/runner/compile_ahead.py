@@ -21,6 +21,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from moeserve.layers.step_inputs import StepSizes
 from moeserve.runner.compile_process import CompileProcess
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,28 @@ def compile_ahead(
     seconds = time.perf_counter() - start
     where = " (compiled by a process of their own)" if process is not None else ""
     logger.info("%d Triton kernels ready after %.2f s%s", len(kernels), seconds, where)
+
+
+def sample_steps(
+    max_num_seqs: int, max_num_batched_tokens: int, graph_sizes: Sequence[int]
+) -> list[tuple[StepSizes, bool]]:
+    """Steps that between them meet every kernel variant, those that take long to compile first.
+
+    Args:
+        max_num_seqs: Most rows of a decode step.
+        max_num_batched_tokens: Most tokens of a step with prompts.
+        graph_sizes: Rows of the decode steps that are captured; all are among the samples.
+
+    Returns:
+        Sizes, and whether a common prefix is taken apart.
+    """
+    most = max_num_batched_tokens
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+    decodes = {*graph_sizes, *(T for T in powers if max_num_seqs >= T)}
+    prompts = [(StepSizes(T, 1, 0, 1), False) for T in reversed(powers)]
+    # Large tiles first: the longest compilations should not be the last to begin.
+    ordered = sorted(decodes, key=lambda T: (T not in powers, -T))
+    return prompts + [(StepSizes(T, T, T), shared) for T in ordered for shared in (False, True)]
 
 
 class _Asking:
