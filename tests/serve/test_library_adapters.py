@@ -15,7 +15,7 @@ import pytest
 import torch
 from moe_helpers import make_spec, random_weights, relative_error, tokens
 
-from moeserve.moe.backends.base import Routed
+from moeserve.moe.backends.base import Routed, Unrouted
 from moeserve.moe.backends.registry import registry
 from moeserve.moe.reference import reference_experts
 from moeserve.moe.routing import route
@@ -123,7 +123,7 @@ def test_flashinfer_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ready = converted("flashinfer_trtllm", spec)
     logits[4] = float("nan")
     backend = registry().get("flashinfer_trtllm")
-    out = backend.apply_logits(spec, x, logits, None, ready)
+    out = backend.apply_logits(spec, x, Unrouted(logits), ready)
     keep = [t for t in range(T) if t != 4]  # torch.topk leaves the ties of that row open
     assert torch.isfinite(out).all()
     assert relative_error(out[keep], truth(spec, x, routed, plain)[keep]) < 1e-5

@@ -14,7 +14,7 @@ from moe_helpers import logits, make_layer, make_spec, random_weights, relative_
 from moeserve.layers.attention import AttentionShape
 from moeserve.layers.attention_native import obstacle
 from moeserve.layers.norm import RMSNorm
-from moeserve.moe.backends.base import Routed
+from moeserve.moe.backends.base import Routed, Unrouted
 from moeserve.moe.oracle import registry
 from moeserve.moe.reference import reference_experts
 from moeserve.moe.routing import route
@@ -79,7 +79,7 @@ def test_routing_rules(routing: RoutingSpec) -> None:
             return x
 
     nan_rows, expected_rows = torch.zeros(2, 1, dtype=torch.int64)
-    Spy().apply_logits(spec, tokens(spec, 40), values, None, weights, None, nan_rows)
+    Spy().apply_logits(spec, tokens(spec, 40), Unrouted(values, None, nan_rows), weights)
     expected = route(values, routing, None, expected_rows)
     assert torch.equal(seen[0].topk_ids, expected.ids)
     torch.testing.assert_close(seen[0].topk_weights, expected.weights, rtol=1e-6, atol=1e-7)

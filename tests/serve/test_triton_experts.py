@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moeserve.moe import triton_experts, tuning
-from moeserve.moe.backends.base import Routed
+from moeserve.moe.backends.base import Routed, Unrouted
 from moeserve.moe.backends.triton import BACKEND
 from moeserve.moe.routing import route
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
@@ -224,9 +224,8 @@ def test_routing_in_the_same_call_equals_routing_before(
     moved = Routed(ids.to(DEVICE), weights.to(DEVICE), expert_map.to(DEVICE))
     before = BACKEND.apply(spec, x.to(DEVICE), moved, local)
     nan_rows = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    inside = BACKEND.apply_logits(
-        spec, x.to(DEVICE), logits.to(DEVICE), None, local, nan_rows=nan_rows
-    )
+    unrouted = Unrouted(logits.to(DEVICE), None, nan_rows)
+    inside = BACKEND.apply_logits(spec, x.to(DEVICE), unrouted, local)
     torch.testing.assert_close(inside, before, atol=1e-6, rtol=1e-5)
     assert int(nan_rows) == 1
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 from moeserve.errors import UsageError
-from moeserve.moe.backends.base import Routed
+from moeserve.moe.backends.base import Routed, Unrouted
 from moeserve.moe.backends.registry import registry
 from moeserve.moe.oracle import ask, convert_to_unquantized_kernel_format
 from moeserve.moe.platforms import detect_platform
@@ -151,7 +151,7 @@ def _run_child(name: str, num_tokens: int) -> None:
                 detail = "takes logits; no ids can be given to it"
                 print(json.dumps(asdict(ReproRow(name, "bfloat16", case, "ok", detail))))
                 continue
-            out = backend.apply_logits(spec, x, logits, None, weights)
+            out = backend.apply_logits(spec, x, Unrouted(logits), weights)
         else:
             scratch = torch.empty(
                 backend.workspace_bytes(spec, num_tokens), dtype=torch.uint8, device=device

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moeserve.errors import Unsupported
-from moeserve.moe.backends.base import Backend, Routed
+from moeserve.moe.backends.base import Backend, Routed, Unrouted
 from moeserve.moe.routing import TopK, route
 from moeserve.moe.spec import MoESpec, MoEWeights, Plan, RoutingSpec
 from moeserve.moe.transport import make_transport
@@ -113,16 +113,17 @@ class MoEKernel:
         takes = backend.traits.takes
         if takes == "logits" or (takes == "both" and self.transport.is_local):
             moved, logits, state = self.transport.prepare_logits(x, logits, dp_num_tokens)
+            unrouted = Unrouted(logits, bias, self.nan_rows)
             if moved.shape[0] == 0 or self.spec.num_local_experts == 0:
                 out = torch.zeros_like(moved)
             elif leaves_sum and self.transport.is_local:
                 return backend.apply_logits_unsummed(
-                    self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows,
+                    self.spec, moved, unrouted, weights, self.workspace.buffer,
                     has_clear_counts=has_clear_counts,
                 )  # fmt: skip
             else:
                 out = backend.apply_logits(
-                    self.spec, moved, logits, bias, weights, self.workspace.buffer, self.nan_rows
+                    self.spec, moved, unrouted, weights, self.workspace.buffer
                 )
             return self.transport.finalise(out, state)
         topk = self._route(logits, self.spec.routing, bias, self.nan_rows)

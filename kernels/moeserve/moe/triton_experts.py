@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from moeserve.moe.backends.base import Unrouted
 from moeserve.moe.spec import RoutingSpec
 from moeserve.moe.tuning import (
     LayerShape,
@@ -88,16 +89,12 @@ class RouterCall:
     """Routing that is still to be done; its result goes into the `Call`'s ids and weights.
 
     Attributes:
-        logits: [T, E].
+        unrouted: What it is done by.
         routing: The model's rule.
-        bias: [E] float32, where the rule has one.
-        nan_rows: [1] int64; rows that hold a NaN are added.
     """
 
-    logits: torch.Tensor
+    unrouted: Unrouted
     routing: RoutingSpec
-    bias: torch.Tensor | None = None
-    nan_rows: torch.Tensor | None = None
 
 
 def workspace_bytes(shape: tuple[int, int, int, int], T: int, itemsize: int) -> int:
@@ -164,10 +161,11 @@ def run_experts(
 def _route(
     call: Call, routing: RouterCall, buckets: tuple[torch.Tensor, torch.Tensor] | None
 ) -> None:
+    unrouted = routing.unrouted
     router.route(
-        routing.logits, routing.routing, routing.bias,
+        unrouted.logits, routing.routing, unrouted.bias,
         out=(call.topk_weights, call.topk_ids), buckets=buckets,
-        first_expert=call.first_expert, nan_rows=routing.nan_rows,
+        first_expert=call.first_expert, nan_rows=unrouted.nan_rows,
     )  # fmt: skip
 
 

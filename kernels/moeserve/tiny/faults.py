@@ -15,7 +15,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from moeserve.moe.backends.base import CHECKPOINT, Backend, Routed
+from moeserve.moe.backends.base import CHECKPOINT, Backend, Routed, Unrouted
 from moeserve.moe.backends.common import activate, combine
 from moeserve.moe.routing import route
 from moeserve.moe.spec import MoESpec, MoEWeights
@@ -158,15 +158,14 @@ class FaultyExperts(Backend):
         self,
         spec: MoESpec,
         x: Tensor,
-        logits: Tensor,
-        bias: Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: Tensor | None = None,
-        nan_rows: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.apply_logits`."""
         layer = weights.layer if isinstance(weights, LayerWeights) else 0
-        topk = route(logits, spec.routing, bias, nan_rows)
+        logits, bias = unrouted.logits, unrouted.bias
+        topk = route(logits, spec.routing, bias, unrouted.nan_rows)
         ids, factors = topk.ids, topk.weights
         kind, dose = self.fault.kind, self.fault.dose
         if not self.fault.is_in(layer):

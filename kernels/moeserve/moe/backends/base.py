@@ -53,6 +53,21 @@ class Routed:
 
 
 @dataclass(frozen=True)
+class Unrouted:
+    """What a backend that routes by itself goes by.
+
+    Attributes:
+        logits: [T, E].
+        bias: Correction bias [E], float32, where the routing has one.
+        nan_rows: int64 [1]; rows of logits that hold a NaN are added, where it can count them.
+    """
+
+    logits: torch.Tensor
+    bias: torch.Tensor | None = None
+    nan_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Traits:
     """What is always true of a backend, whatever the layer.
 
@@ -227,22 +242,18 @@ class Backend(ABC):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
-        nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same for a backend that routes by itself (`takes` is "logits" or "both").
 
         Args:
             spec: The layer.
             x: [T, H]; T may be 0.
-            logits: [T, E].
-            bias: Correction bias [E], float32, where the routing has one.
+            unrouted: What it routes by.
             weights: In this backend's layout.
             workspace: As for `apply`.
-            nan_rows: int64 [1]; rows of logits that hold a NaN are added, where it can count them.
 
         Raises:
             NotImplementedError: This backend takes ids.
@@ -253,11 +264,9 @@ class Backend(ABC):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
-        nan_rows: torch.Tensor | None = None,
         *,
         has_clear_counts: bool = False,
     ) -> torch.Tensor | SlotSum:
@@ -266,4 +275,4 @@ class Backend(ABC):
         `has_clear_counts` says that the layer before left its sum too, and that it has been taken:
         see `SlotSum.counts`.
         """
-        return self.apply_logits(spec, x, logits, bias, weights, workspace, nan_rows)
+        return self.apply_logits(spec, x, unrouted, weights, workspace)

@@ -12,7 +12,7 @@ import ctypes
 
 import torch
 
-from moeserve.moe.backends.base import Backend, Routed, Traits
+from moeserve.moe.backends.base import Backend, Routed, Traits, Unrouted
 from moeserve.moe.routing import route
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
 from moeserve.native.build import LANES, native
@@ -100,13 +100,12 @@ class CpuNativeExperts(Backend):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
-        nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.apply_logits`."""
+        logits, bias, nan_rows = unrouted.logits, unrouted.bias, unrouted.nan_rows
         if _is_plain(spec.routing) and bias is None:
             ids, factors = _route(logits.float().contiguous(), spec.routing, nan_rows)
         else:

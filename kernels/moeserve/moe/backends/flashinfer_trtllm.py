@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from moeserve.moe.backends.base import Backend, Routed, Traits
+from moeserve.moe.backends.base import Backend, Routed, Traits, Unrouted
 from moeserve.moe.backends.flashinfer_cutlass import swap_halves
 from moeserve.moe.backends.optional import library_reason
 from moeserve.moe.routing import sanitise
@@ -98,11 +98,9 @@ class FlashInferTrtllm(Backend):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
-        nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.apply_logits`; the logits are sanitised first, as the router would."""
         if x.shape[0] == 0:
@@ -112,8 +110,8 @@ class FlashInferTrtllm(Backend):
         routing = spec.routing
         has_groups = routing.num_groups > 1
         out: torch.Tensor = trtllm_bf16_moe(
-            routing_logits=sanitise(logits.float()),
-            routing_bias=None if bias is None else bias.to(torch.bfloat16),
+            routing_logits=sanitise(unrouted.logits.float()),
+            routing_bias=None if unrouted.bias is None else unrouted.bias.to(torch.bfloat16),
             hidden_states=x,
             gemm1_weights=weights.w13,
             gemm2_weights=weights.w2,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moeserve.moe.backends.base import Backend, Routed, Traits
+from moeserve.moe.backends.base import Backend, Routed, Traits, Unrouted
 from moeserve.moe.backends.optional import library_reason
 from moeserve.moe.spec import MoESpec, MoEWeights
 
@@ -80,14 +80,12 @@ class TritonExperts(Backend):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
-        nan_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.apply_logits`: the router lists each expert's slots in its own launch."""
-        out = self._routed(spec, x, logits, bias, weights, workspace, nan_rows)
+        out = self._routed(spec, x, unrouted, weights, workspace)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -95,17 +93,15 @@ class TritonExperts(Backend):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None = None,
-        nan_rows: torch.Tensor | None = None,
         *,
         has_clear_counts: bool = False,
     ) -> torch.Tensor | SlotSum:
         """See `Backend.apply_logits_unsummed`."""
         return self._routed(
-            spec, x, logits, bias, weights, workspace, nan_rows,
+            spec, x, unrouted, weights, workspace,
             leaves_sum=True, has_clear_counts=has_clear_counts,
         )  # fmt: skip
 
@@ -113,11 +109,9 @@ class TritonExperts(Backend):
         self,
         spec: MoESpec,
         x: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
+        unrouted: Unrouted,
         weights: MoEWeights,
         workspace: torch.Tensor | None,
-        nan_rows: torch.Tensor | None,
         *,
         leaves_sum: bool = False,
         has_clear_counts: bool = False,
@@ -143,7 +137,7 @@ class TritonExperts(Backend):
                 has_clear_counts=has_clear_counts,
             ),
             workspace,
-            RouterCall(logits, spec.routing, bias, nan_rows),
+            RouterCall(unrouted, spec.routing),
         )
 
 
