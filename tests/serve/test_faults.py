@@ -232,11 +232,11 @@ def test_a_gross_fault_is_far_below_the_floor(name: str, monkeypatch: pytest.Mon
     assert name in FAULTS
     # No right reply is longer; garbage would go on to the limit.
     monkeypatch.setattr("moeserve.tiny.decode.MAX_NEW_TOKENS", 130)
-    shots, asked = load_split("train")[:5], load_split("test")[:60]
+    shots, asked = load_split("train")[:5], load_split("test")[:24]
     model, tokenizer = load_model(model_dir())
     with_backend(model, FaultyExperts(CpuExperts(), parse_fault(name)))
     right = sum(rights(greedy_replies(model, tokenizer, shots, asked), asked))
-    assert right <= 30  # the floor is at 55 of 60
+    assert right <= len(asked) // 2  # the floor is above nine in ten
 
 
 def test_a_server_with_a_fault_needs_the_path_the_variable_and_the_name() -> None:
