@@ -295,9 +295,18 @@ def test_secrets_are_in_no_file_of_the_run(suite: Suite) -> None:
     assert not any(secret in text or "sk-0123456789" in text for text in texts)
 
 
+# The command line as it is, but for lines that are a fifth of a second apart in place of five.
+TALKATIVE = """
+import sys
+from evalsuite import cli, progress
+progress.PlainDisplay.__init__.__defaults__ = (0.2,)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_progress_lines_for_a_log(suite: Suite) -> None:
-    suite.add("job", f"{suite.right()} --delay-s 0.4", max_concurrency=2)
-    done = suite.run(*RUN)
+    suite.add("job", f"{suite.right()} --delay-s 0.05", max_concurrency=2)
+    done = suite.run(*RUN, program=("-c", TALKATIVE))
     line = next(x for x in done.stdout.splitlines() if "accuracy so far" in x)
     assert line.startswith("s/job: ")
     for word in (f"/{NUM_QUESTIONS} questions", "/s", "accuracy so far 1.000", " left"):
