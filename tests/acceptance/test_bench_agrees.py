@@ -53,8 +53,9 @@ SERVER_MEANS = {
     "mean_e2el_ms": "e2e_request_latency",
 }
 # Shares of the truth. Measured over six runs with a load of up to 3.7: mean TTFT 1 to 3 % above it
-# (vLLM with 16 open up to 7 %, which is its look-ups), TPOT and ITL within 0.6 %, E2EL 0.3 to 1.2 %
-# (vLLM to 2.5 %), requests a second 0.5 to 1.7 % below (vLLM to 3.1 %).
+# (vLLM with 16 open up to 9 %, which is its look-ups), TPOT and ITL within 0.6 %, E2EL 0.3 to 1.2 %
+# (vLLM to 3 %), requests a second 0.5 to 1.7 % below (vLLM to 3.3 %). Three times the room for vLLM
+# with its look-ups, whose single runs of 16 open were up to 15 % late.
 PACED_ROOM = {
     "request_throughput": 0.04,
     "output_throughput": 0.04,
@@ -189,8 +190,7 @@ def test_both_clients_give_the_latencies_of_a_server_that_keeps_to_a_clock(
         f"{client}, {key}: {medians[client][key]:.2f}, the truth is {truth[key]:.2f}"
         for client in CLIENTS
         for key, room in PACED_ROOM.items()
-        if abs(medians[client][key] / truth[key] - 1) > room
-        and not (client == "vllm" and key == "mean_ttft_ms" and concurrency > 1)
+        if abs(medians[client][key] / truth[key] - 1) > room * (3 if client == "vllm" else 1)
     ]
     assert not wrong
 
