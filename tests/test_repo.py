@@ -25,8 +25,7 @@ ENTRY_FILES = {
     "kernels/moeserve/args.py",
     "kernels/moeserve/backends_command.py",
     "kernels/moeserve/engine/spawn.py",  # hands all of it on to the process that it starts
-    # The same, and looks into Triton's cache, which lies where the environment says.
-    "kernels/moeserve/runner/compile_process.py",
+    "kernels/moeserve/runner/compile_process.py",  # the same
 }
 
 MAX_LINES = 300

@@ -7,6 +7,7 @@ found on disk by the compiler of this process, and how many it made itself.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -49,6 +50,7 @@ def multiply(tile: Tile) -> None:
 
 
 def main(how: str) -> None:
+    logging.basicConfig(level=logging.INFO)
     triton.runtime.driver.set_active(Launching(GPUTarget("cuda", 90, 32)))
     found = []
     triton.knobs.compilation.listener = lambda **told: found.append(told["cache_hit"])

@@ -9,16 +9,18 @@ Where `compile_process.py` has been started, the compilations are its own.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from moeserve.layers.step_inputs import StepSizes
@@ -37,14 +39,13 @@ def compile_ahead(
 
     Args:
         calls: Each is run once, with Triton launches replaced by compilations.
-        process: Asked first; what it has compiled is only read here. It gets no more questions.
+        process: Asked for what is not on disk, where it leaves it. It gets no more questions.
         num_threads: Compilations side by side.
     """
     start = time.perf_counter()
     with ThreadPoolExecutor(num_threads) as pool:
-        asking = _Asking(pool, process)
-        mode = triton.AsyncCompileMode(cast(Executor, asking))
-        with _without_launches(asking), mode, torch.inference_mode():
+        mode = _Compilation(pool, process)
+        with _without_launches(mode), mode, torch.inference_mode():
             for call in calls:
                 call()
             if process is not None:
@@ -56,8 +57,8 @@ def compile_ahead(
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    where = " (compiled by a process of their own)" if process is not None else ""
-    logger.info("%d Triton kernels ready after %.2f s%s", len(kernels), seconds, where)
+    what = f"{len(kernels)} Triton kernels ready after {seconds:.2f} s"
+    logger.info("%s, %d compiled by a process of their own", what, mode.num_asked)
 
 
 def sample_steps(
@@ -82,43 +83,53 @@ def sample_steps(
     return prompts + [(StepSizes(T, T, T), shared) for T in ordered for shared in (False, True)]
 
 
-class _Asking:
-    """What Triton calls before it compiles, and the executor that it gives the compilation to."""
+class _Compilation(triton.AsyncCompileMode):  # type: ignore[misc]  # triton carries no types
+    """Compiles in threads; what is not on disk is asked of the process first.
+
+    Attributes:
+        num_asked: Kernels asked of the process.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, process: CompileProcess | None) -> None:
-        self._pool = pool
+        super().__init__(pool)
+        self.num_asked = 0
         self._process = process
         self._seen: set[tuple[str, str, str]] = set()
-        self._answer: Future[bool] | None = None
+        self._question: dict[str, Any] = {}
 
     def hook(self, *, key: object, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """True skips a kernel: it has been asked for, and would be described once more."""
+        """What Triton calls before each compilation; True skips one that was asked for before."""
         name = (fn.module, fn.name, str(key))
         if name in self._seen:
             return True
         self._seen.add(name)
-        if self._process is not None:
-            target = triton.runtime.driver.active.get_current_target()
-            self._answer = self._process.ask(
-                {
-                    "target": [target.backend, target.arch, target.warp_size],
-                    "module": fn.module,
-                    "name": fn.name,
-                    "specialization": compile["specialization_data"],
-                }
-            )
+        target = triton.runtime.driver.active.get_current_target()
+        self._question = {
+            "target": [target.backend, target.arch, target.warp_size],
+            "module": fn.module,
+            "name": fn.name,
+            "specialization": compile["specialization_data"],
+        }
         return False
 
-    def submit(self, compilation: Callable[[], Any]) -> Future[Any]:
-        """Compile in a thread, after the process, from whose result on disk it then is."""
-        answer, self._answer = self._answer, None
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+        """See `triton.AsyncCompileMode`; called right after the hook."""
+        if self._process is not None and not _is_on_disk(key, self._question["name"]):
+            self.num_asked += 1
+            compile_fn = partial(_after, self._process.ask(self._question), compile_fn)
+        return super().submit(key, compile_fn, finalize_fn)
 
-        def run() -> Any:
-            if answer is not None:
-                answer.result()
-            return compilation()
 
-        return self._pool.submit(run)
+def _after(answer: Future[bool], compilation: Callable[[], Any]) -> Any:
+    """Read from disk what the process has left there, or compile what it has not."""
+    answer.result()
+    return compilation()
+
+
+def _is_on_disk(key: str, name: str) -> bool:
+    """Whether Triton's cache holds a kernel; a wrong answer only costs time."""
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return bool(manager.get_group(f"{name[:150]}.json"))
 
 
 def _load(kernel: Any, device: int) -> None:
@@ -128,7 +139,7 @@ def _load(kernel: Any, device: int) -> None:
 
 
 @contextmanager
-def _without_launches(asking: _Asking) -> Iterator[None]:
+def _without_launches(mode: _Compilation) -> Iterator[None]:
     """Launches of Triton kernels only ask for their compilation."""
     launch, hook = JITFunction.run, triton.knobs.runtime.jit_cache_hook
 
@@ -137,7 +148,7 @@ def _without_launches(asking: _Asking) -> Iterator[None]:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = ask
-    triton.knobs.runtime.jit_cache_hook = asking.hook
+    triton.knobs.runtime.jit_cache_hook = mode.hook
     try:
         yield
     finally:

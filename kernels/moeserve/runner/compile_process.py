@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import IO
 
 logger = logging.getLogger(__name__)
-# Kernels on disk beyond which a start mostly finds its own, and the process would not pay.
-WARM_KERNELS = 24
 # With fewer cores it would only take them from the engine.
 MIN_CORES = 4
 # Device files of the drivers that Triton compiles for.
@@ -58,11 +56,9 @@ class CompileProcess:
 
     @classmethod
     def start_if_useful(cls) -> CompileProcess | None:
-        """The same where a GPU is there, cores are free, and Triton's cache holds little."""
+        """The same where there is a GPU and cores are free."""
         has_gpu = any(path.exists() for path in GPU_DEVICES)
-        if not has_gpu or num_cores() < MIN_CORES or num_cached_kernels() >= WARM_KERNELS:
-            return None
-        return cls.start()
+        return cls.start() if has_gpu and num_cores() >= MIN_CORES else None
 
     def ask(self, question: dict[str, object]) -> Future[bool]:
         """Whether the kernel lies on disk now; False where it does not, whatever the cause."""
@@ -112,13 +108,3 @@ class CompileProcess:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def num_cached_kernels() -> int:
-    """Entries of Triton's cache on disk, which it keeps where these variables say."""
-    home = os.environ.get("TRITON_HOME") or Path.home()
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
-    try:
-        return sum(1 for _ in folder.iterdir())
-    except FileNotFoundError:
-        return 0
