@@ -269,12 +269,14 @@ def _validate(
     values: dict[str, Any], document: Document
 ) -> tuple[EvalConfig | None, list[Problem]]:
     """Run the model over the values; faults come back with file, line and key."""
-    from evalsuite import config_faults
+    from evalsuite import config_checks, config_faults
 
     try:
         return EvalConfig.model_validate(values), []
     except ValidationError as error:
         refused = {key for key, value in document.value.items() if _holds_unreadable(value)}
+        # A misspelt key is one fault, not an unknown key and a missing one.
+        refused |= config_checks.meant_keys(document.value)
         return None, [
             config_faults.describe(fault, document)
             for fault in error.errors()

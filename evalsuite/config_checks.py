@@ -106,6 +106,14 @@ def check_keys(document: Document) -> list[Problem]:
     return problems
 
 
+def meant_keys(present: dict[str, Any]) -> set[str]:
+    """Valid keys that the unknown ones of a file are taken for."""
+    valid = config.EvalConfig.model_fields
+    known = {*valid, *ELSEWHERE}
+    unknown = [key for key in present if key not in known and not key.startswith("x-")]
+    return {SYNONYMS.get(key) or closest(key, valid) for key in unknown} - {""}
+
+
 def _unknown_key(key: str, present: dict[str, Any]) -> str:
     valid = config.EvalConfig.model_fields
     value = present[key]

@@ -125,11 +125,22 @@ def _as_written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _meant_number(value: Any) -> str:
+    """The number of a text such as `93%` or `0,93`, "" where it is none."""
+    text = str(value).strip().replace(",", ".", 1)
+    is_per_cent = text.endswith("%")
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        return ""
+    return f"{number / 100 if is_per_cent else number:g}"
+
+
 def _number_remedy(value: Any, wanted: type) -> str:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return "; give a number"
+        return f"; write {written}" if (written := _meant_number(value)) else "; give a number"
     if isinstance(value, bool) or math.isnan(number) or math.isinf(number):
         return "; give a number"
     if wanted is int and number != int(number):

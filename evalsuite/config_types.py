@@ -33,10 +33,16 @@ def between(low: float, high: float, remedy: str = "") -> AfterValidator:
     return AfterValidator(check)
 
 
+# Below it a number above 1 is as well a slip of the finger: 1.2 is no likely way to write 1.2 %.
+_LEAST_PER_CENT = 2.0
+
+
 def fraction(value: float) -> float:
     """Check a share of 1, and recognise per cent."""
     if math.isnan(value) or math.isinf(value):
         raise ValueError(f"{value} cannot be meant; give a fraction of 1 such as 0.88")
+    if 1 < value < _LEAST_PER_CENT:
+        raise ValueError(f"{value:g} is above 1; give a fraction from 0 to 1 (93 % is 0.93)")
     if 1 < value <= 100:
         raise ValueError(f"{value:g} looks like per cent; write {value / 100:g}")
     if not 0 <= value <= 1:

@@ -221,13 +221,24 @@ def _expand(name: str, folder: Path) -> tuple[list[Path], str]:
     if path.suffix not in YAML_SUFFIXES:
         with_suffix = path.with_name(path.name + ".yaml")
         hint = f"; did you mean {name + '.yaml'!r}?" if with_suffix.is_file() else ""
-        return [], f"{name!r} is no YAML file{hint}"
+        return [], f"{name!r} is no YAML file{hint or _one_name(name, folder)}"
     if not path.is_file() and (why := absence(path)) != NO_FILE:
         return [], f"{name!r} {why}"
     if not path.is_file():
         near = closest(name, [p.name for p in folder.glob("*.yaml")], cutoff=0.7)
-        return [], f"no file {name!r} here" + (f"; did you mean {near!r}?" if near else "")
+        hint = f"; did you mean {near!r}?" if near else _one_name(name, folder)
+        return [], f"no file {name!r} here{hint}"
     return [path], ""
+
+
+def _one_name(name: str, folder: Path) -> str:
+    """What to say of a line that holds more than one bare name, "" where it does not."""
+    if name[0] in "\"'" and folder.joinpath(bare := name.strip("\"'")).is_file():
+        return f"; write {bare} without quotes"
+    words = [word for word in re.split(r"[\s,]+", name) if word]
+    if len(words) > 1 and folder.joinpath(words[0]).is_file():
+        return f"; one file name a line, and nothing after {words[0]!r}"
+    return ""
 
 
 def orphans(folder: Path, lists: Iterable[ConfigList]) -> list[Path]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from evalsuite import baseline_store, engines, evaluators
 from evalsuite.baseline import BaselinePair
-from evalsuite.config import EvalConfig
+from evalsuite.config import EvalConfig, read_config
 from evalsuite.early_end import GATES, EarlyEnd
 from evalsuite.engine_checks import (
     DraftCounters,
@@ -23,7 +23,7 @@ from evalsuite.engine_checks import (
 )
 from evalsuite.engines.base import Engine
 from evalsuite.engines.external import External
-from evalsuite.errors import ConfigError, EvalError, EvalsuiteError, ServerError
+from evalsuite.errors import ConfigError, EvalError, EvalsuiteError, Problem, ServerError
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
 from evalsuite.evidence import BackendEvidence
 from evalsuite.gpu_memory import GpuMemory
@@ -80,9 +80,18 @@ def check(jobs: Sequence[EvalJob], options: RunOptions) -> None:
             evaluators.get(config.evaluator).check(config, data, options.limit)
             _baseline(job, options)
         except ConfigError as error:
-            problems += [p for p in error.problems if p not in problems]
+            found = [_placed(problem, job) for problem in error.problems]
+            problems += [problem for problem in found if problem not in problems]
     if problems:
         raise ConfigError(problems)
+
+
+def _placed(problem: Problem, job: EvalJob) -> Problem:
+    """A fault of one of the file's keys, with the file and the line."""
+    if not problem.key or problem.file:
+        return problem
+    line = read_config(job.path).lines.get(problem.key, 0)
+    return replace(problem, file=str(job.path), line=line)
 
 
 def run(job: EvalJob, this: Run) -> Verdict:

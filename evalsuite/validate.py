@@ -180,8 +180,11 @@ def _refused_flags(config: EvalConfig, loaded: LoadedConfig, path: Path) -> list
     try:
         engines.get(config.engine).launch_spec(make_job(path, config, None))
     except ConfigError as error:
-        line = loaded.lines.get("server_args", 1)
-        return [replace(problem, file=str(path), line=line) for problem in error.problems]
+        default = loaded.lines.get("server_args", 1)
+        return [
+            replace(problem, file=str(path), line=loaded.lines.get(problem.key, default))
+            for problem in error.problems
+        ]
     return []
 
 

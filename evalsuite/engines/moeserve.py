@@ -14,18 +14,22 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from evalsuite.config import EvalConfig
 from evalsuite.engines.base import LaunchSpec
-from evalsuite.engines.declared import declared_backend, served_model
+from evalsuite.engines.declared import MOE_BACKEND_FLAGS, declared_backend, served_model
 from evalsuite.engines.kernels_seen import executed_backend
 from evalsuite.errors import ConfigError, Problem
-from evalsuite.evidence import BackendEvidence
+from evalsuite.evidence import BackendEvidence, canonical_backend
 from evalsuite.jobs import EvalJob
 from evalsuite.launching import api_key_of
+from evalsuite.names import closest
 from evalsuite.readiness import get
+from evalsuite.server_args import flag_values
 
 # A profiled prefill and decode step on every rank.
 _PROFILE_TIMEOUT_S = 120.0
@@ -59,10 +63,11 @@ class Moeserve:
         """`python -P -m moeserve MODEL ARGS --port 0 --port-file FILE`.
 
         Raises:
-            ConfigError: A flag that the server would refuse at its start.
+            ConfigError: A flag that the server would refuse at its start, a misspelt backend.
         """
         config = job.config
         _check_flags(config.server_args, config.env)
+        _check_backend(config)
         root = _source_root()
         path = [root, *filter(None, [config.env.get("PYTHONPATH", "")])] if root else []
         return LaunchSpec(
@@ -112,6 +117,49 @@ class Moeserve:
         return BackendEvidence(
             declared=declared_backend(job), logged=logged, executed=executed, detail=detail
         )
+
+
+# What makes a file of the server's folder of backends a backend, and not a helper.
+_BACKEND_MARK = re.compile(r"^BACKEND\b", re.MULTILINE)
+# A name farther from every known one than this may be a backend that only the server's machine has.
+_TYPING_ERROR = 0.82
+
+
+@functools.cache
+def backend_names() -> tuple[str, ...]:
+    """MoE backends of the server and of other packages; found without importing torch."""
+    spec = importlib.util.find_spec("moeserve")
+    places = list(spec.submodule_search_locations or ()) if spec else [str(_IN_CLONE / "moeserve")]
+    found = [
+        path.stem
+        for place in places
+        for path in sorted(Path(place, "moe", "backends").glob("*.py"))
+        if _BACKEND_MARK.search(path.read_text(encoding="utf-8"))
+    ]
+    points = importlib.metadata.entry_points(group="moeserve.moe_backends")
+    return (*found, *(point.name for point in points))
+
+
+def _check_backend(config: EvalConfig) -> None:
+    """Refuse a misspelt backend before a server is started for it.
+
+    Raises:
+        ConfigError: A name that is none, and close to one.
+    """
+    asked = [value for value in flag_values(config.server_args, MOE_BACKEND_FLAGS) if value]
+    named = {"server_args": asked[-1:], "expect_backend": []}
+    if config.expect_backend is not None:
+        named["expect_backend"] = [config.expect_backend.name]
+    valid = backend_names()
+    problems = [
+        Problem("error", f"moeserve has no MoE backend {name!r}; did you mean {near!r}?", key=key)
+        for key, names in named.items()
+        for name in names
+        if canonical_backend(name) not in ("", *valid)
+        and (near := closest(canonical_backend(name), valid, cutoff=_TYPING_ERROR))
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_flags(args: tuple[str, ...], env: dict[str, str]) -> None:

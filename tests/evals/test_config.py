@@ -188,12 +188,34 @@ def test_thresholds_that_cannot_be_meant(tmp_path: Path, value: str, part: str) 
     assert any(part in problem.message for problem in found), [str(x) for x in found]
 
 
-def test_a_misspelt_required_key_is_missing_and_unknown_in_one_go(tmp_path: Path) -> None:
-    text = BASE.replace("accuracy_threshold: 0.88", "accuracy_treshold: 0.9")
+@pytest.mark.parametrize("key", ["accuracy_treshold", "threshold"])
+def test_a_misspelt_required_key_is_one_fault(key: str, tmp_path: Path) -> None:
+    text = BASE.replace("accuracy_threshold: 0.88", f"{key}: 0.9")
     found = errors(tmp_path, text.replace("1319", '"50"'))
-    assert {(problem.line, problem.key) for problem in found} == {
-        *((1, "accuracy_threshold"), (2, "accuracy_treshold"), (3, "num_questions")),
-    }
+    assert [(problem.line, problem.key) for problem in found] == [(2, key), (3, "num_questions")]
+    assert "`accuracy_threshold`" in found[0].message
+    # One that is not there in any spelling is missing.
+    (missing,) = errors(tmp_path, BASE.replace("accuracy_threshold: 0.88", "x-a: 1"))
+    assert missing.message == "required key is missing; add `accuracy_threshold: ...`"
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        ("88%", "; write 0.88"),
+        ("88 %", "; write 0.88"),
+        ("0,88", "; write 0.88"),
+        ("88", "looks like per cent; write 0.88"),
+        ("1.2", "1.2 is above 1; give a fraction from 0 to 1 (93 % is 0.93)"),
+        ("high", "; give a number"),
+        ("1,000,000", "; give a number"),
+    ],
+)
+def test_a_threshold_in_another_spelling_is_told_how_to_write_it(
+    value: str, remedy: str, tmp_path: Path
+) -> None:
+    (found,) = errors(tmp_path, BASE.replace("0.88", value))
+    assert found.message.endswith(remedy)
 
 
 def test_merge_keys_share_an_environment_and_the_local_value_wins(tmp_path: Path) -> None:

@@ -51,6 +51,41 @@ def test_moeserve_binds_its_own_port_and_runs_this_python() -> None:
     assert spec.served_model == "org/model"
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"expect_backend": "tritn"}, ["expect_backend: moeserve has no MoE backend 'tritn'"]),
+        ({"server_args": "--moe-backend tritn"}, ["server_args: moeserve has no MoE backend"]),
+        (
+            {"server_args": "--moe-backend flashinfer-cutlas", "expect_backend": "trition"},
+            ["server_args: moeserve has no", "expect_backend: moeserve has no"],
+        ),
+        ({"server_args": "--moe-backend auto", "expect_backend": "FlashInfer CUTLASS"}, []),
+        ({"server_args": "--moe-backend fi_trtllm", "expect_backend": "rocm_aiter"}, []),
+        # What only another package on the server's machine has is the server's to refuse.
+        ({"expect_backend": "ourbox"}, []),
+    ],
+)
+def test_a_misspelt_backend_is_refused_before_a_server_starts(
+    keys: dict[str, object], said: list[str]
+) -> None:
+    try:
+        engines.get("moeserve").launch_spec(job(None, **keys))
+        found = []
+    except ConfigError as error:
+        found = [str(problem).removeprefix("error: ") for problem in error.problems]
+    assert len(found) == len(said)
+    for line, part in zip(found, said, strict=True):
+        assert line.startswith(part)
+        assert line.endswith(("did you mean 'triton'?", "did you mean 'flashinfer_cutlass'?"))
+
+
+def test_backends_are_those_of_the_servers_own_registry() -> None:
+    from moeserve.moe.backends.registry import registry
+
+    assert sorted(moeserve.backend_names()) == sorted(registry().names)
+
+
 def test_served_model_name_is_what_requests_use() -> None:
     spec = engines.get("vllm").launch_spec(job(server_args="--served-model-name short"))
     assert spec.served_model == "short"

@@ -84,6 +84,9 @@ def test_a_glob_adds_what_is_not_listed_yet(suite: Path) -> None:
         ("aa.yaml", "did you mean 'a.yaml'"),
         ("notes.md", "is no YAML file"),
         ("sub", "is no YAML file"),
+        ('"a.yaml"', "is no YAML file; write a.yaml without quotes"),
+        ("a.yaml, b.yaml", "one file name a line, and nothing after 'a.yaml'"),
+        ("a.yaml --limit 5", "one file name a line, and nothing after 'a.yaml'"),
         ("x\0.yaml", "leaves the folder"),
     ],
 )

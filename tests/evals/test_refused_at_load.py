@@ -220,3 +220,26 @@ def test_a_list_with_faults_runs_nothing(suite: Suite, capsys: pytest.CaptureFix
     assert cli.main(RUN) == 0
     ran = re.findall(r"^\[\d/5\] (\S+)", capsys.readouterr().out, re.MULTILINE)
     assert ran == ["s/a", "s/b", "s/sub/d", "s/sub/e", "s/c"]
+
+
+def test_what_an_engine_refuses_is_placed_in_each_file(
+    suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite.add("flag", "--max-modl-len 5", engine="moeserve")
+    suite.add("same", "--max-modl-len 5", engine="moeserve")
+    suite.add("backend", "--moe-backend tritn", engine="moeserve")
+    assert cli.main(RUN) == 4
+    said = capsys.readouterr().err
+    for name, part in (
+        ("flag", "moeserve refuses these flags: --max-modl-len: unknown option; did you mean"),
+        ("same", "moeserve refuses these flags: --max-modl-len: unknown option; did you mean"),
+        ("backend", "moeserve has no MoE backend 'tritn'; did you mean 'triton'?"),
+    ):
+        path = suite.root / "s" / f"{name}.yaml"
+        (line,) = [
+            number
+            for number, text in enumerate(path.read_text().splitlines(), start=1)
+            if "server_args" in text
+        ]
+        assert f"s/{name}.yaml:{line}: error: server_args: {part}" in said
+    assert not suite.results.exists()
