@@ -1,11 +1,13 @@
 # Every verb of this repository. `make help` lists them.
 #
 #   make demo PYTHON=python3.12        another interpreter
+#   make test JOBS=4                   test files side by side, each with servers of its own
 #   make demo PIP_FLAGS="..."          extra flags for pip, e.g. the index of PyTorch's CPU builds
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
+JOBS ?= 1
 BIN := $(VENV)/bin
 # Tests and the demo must never wait for a model hub.
 export HF_HUB_OFFLINE ?= 1
@@ -37,7 +39,7 @@ demo: $(VENV)/.server
 	$(BIN)/python -m pytest evalsuite --config config-cpu.txt
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow" --timeout=300 tests
+	$(BIN)/python -m pytest -q -m "not slow" --timeout=300 $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) tests
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
