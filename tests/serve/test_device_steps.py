@@ -15,7 +15,8 @@ from moeserve.engine.request import FinishReason, Request
 from moeserve.layers.attention import HostBatch
 from moeserve.layers.attention_triton import find_shared_prefix
 from moeserve.layers.step_inputs import StepSizes, prompt_blocks
-from moeserve.runner.cuda_graph import graph_sizes
+from moeserve.runner.cuda_graph import Capturable, GraphLadder, graph_sizes
+from moeserve.triton_kernels import linear
 
 PROMPTS = prompts([3, 9, 1, 18, 5])
 COUNTS = [5, 3, 6, 2, 4]
@@ -176,3 +177,32 @@ def test_the_ladder_ends_at_the_largest_batch_and_pads_by_an_eighth(largest: int
     for size in sizes:
         assert size - previous - 1 <= max(0, size // 8)
         previous = size
+
+
+def test_a_whole_step_runs_before_the_first_capture_and_samples_before_each() -> None:
+    """What a layer makes at its first use would else be made, and not written, in a capture."""
+    done: list[tuple[str, int]] = []
+
+    def make(size: int, has_shared: bool) -> Capturable:
+        assert not has_shared
+        return Capturable(lambda: done.append(("run", size)), lambda: done.append(("sample", size)))
+
+    class Once:
+        def __init__(self, step: Capturable) -> None:
+            step.sample()
+            done.append(("capture", 0))
+
+        def replay(self) -> None: ...
+
+    GraphLadder([1, 4], make, Once).capture_all()
+    assert done == [("run", 4), ("sample", 4), ("capture", 0), ("sample", 1), ("capture", 0)]
+
+
+def test_a_fixed_projection_makes_nothing_at_its_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    projection = linear.FixedProjection(torch.device("cpu"))
+    monkeypatch.setattr(linear, "new_tickets", lambda device: pytest.fail("made at the first call"))
+    x, weight = torch.randn(3, 1024), torch.randn(16, 1024)
+    assert linear.num_parts(16, 1024) > 1
+    torch.testing.assert_close(projection(x, weight), x @ weight.T, rtol=1e-4, atol=1e-3)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 Projection = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def fixed_projection() -> Projection:
+def fixed_projection(device: torch.device) -> Projection:
     """The product whose bits do not depend on T, for deterministic mode on a GPU."""
     # Triton is imported only where it is used: a CPU server never needs it.
     from moeserve.triton_kernels.linear import FixedProjection
 
-    return FixedProjection()
+    return FixedProjection(device)
 
 
 def project(

@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
         self.padding_rows = 0
         self._weights: MoEWeights | None = None
         self._versions = (0, 0)
-        self._linear = _linear_for(spec)
+        self._linear = _linear_for(spec, torch.device(device))
         is_fast_gpu = torch.device(device).type == "cuda" and not spec.is_deterministic
         self._gate = project_narrow if is_fast_gpu else self._linear
         self._make_parameters(torch.device(device))
@@ -184,11 +184,13 @@ class MoELayer(nn.Module):
         return y
 
 
-def _linear_for(spec: MoESpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _linear_for(
+    spec: MoESpec, device: torch.device
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The product of gate and shared expert: the library's, or one whose bits ignore T."""
     if not spec.is_deterministic:
         return F.linear
     if spec.platform == "cpu":
         return linear_by_tiles
-    fixed = fixed_projection()
+    fixed = fixed_projection(device)
     return lambda x, weight: fixed(x, weight, None, None)

@@ -111,8 +111,13 @@ class GraphLadder:
         return graph
 
     def capture_all(self) -> None:
-        """Capture every size without a shared prefix, largest first, so that memory is reused."""
+        """Capture every size without a shared prefix, largest first, so that memory is reused.
+
+        One whole step runs before: what a layer makes at its first use must not be made inside a
+        capture, where nothing is written until a replay.
+        """
         start = time.perf_counter()
+        self._make_step(self.sizes[-1], False).run()
         for size in reversed(self.sizes):
             self.get(size, False)
         seconds = time.perf_counter() - start

@@ -259,7 +259,7 @@ def _gpu_attention(
 def _projection(config: EngineConfig, options: RunnerOptions) -> Projection | None:
     """The library's products, or those whose bits do not depend on the batch."""
     if config.is_deterministic and options.device.type != "cpu":
-        return fixed_projection()
+        return fixed_projection(options.device)
     return None
 
 

@@ -160,8 +160,9 @@ def num_parts(N: int, K: int) -> int:
 class FixedProjection:
     """`linear_fixed` with counters of its own, so that calls need no memory cleared."""
 
-    def __init__(self) -> None:
-        self._tickets: torch.Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        # Here and not at the first call: inside a capture nothing would be zeroed until a replay.
+        self._tickets = new_tickets(device)
 
     def __call__(
         self,
@@ -171,10 +172,7 @@ class FixedProjection:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `linear_fixed`."""
-        tickets = self._tickets
-        if tickets is None:
-            tickets = self._tickets = new_tickets(x.device)
-        return linear_fixed(x, weight, bias, out, tickets)
+        return linear_fixed(x, weight, bias, out, self._tickets)
 
 
 def new_tickets(device: torch.device) -> torch.Tensor:
