@@ -166,7 +166,7 @@ def test_fixed_products_have_the_same_bits_for_every_number_of_rows(N: int, K: i
 
     x = torch.randn(600, K, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-    project = FixedProjection()
+    project = FixedProjection(torch.device("cuda"))
     whole = project(x, weight)
     expected = x.double() @ weight.double().T
     assert float((whole.double() - expected).norm() / expected.norm()) < 5e-3
