@@ -20,6 +20,7 @@ import typer
 
 from evalsuite.errors import ConfigError
 from evalsuite.family import hold_family_rate
+from evalsuite.names import suggestion
 from evalsuite.verdict import (
     EXIT_ACCURACY,
     EXIT_INFRASTRUCTURE,
@@ -137,7 +138,9 @@ def _find_run(name: str, results: str) -> Path:
     for path in (Path(name), Path(results) / name):
         if (path / "run.json").is_file():
             return path
-    raise ConfigError(f"{name!r} is not the folder of a run, nor one below {results}")
+    runs = sorted((path.parent.name for path in Path(results).glob("*/run.json")), reverse=True)
+    hint = suggestion(name, runs) if runs else ""
+    raise ConfigError(f"{name!r} is not the folder of a run, nor one below {results}{hint}")
 
 
 def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
@@ -181,7 +184,7 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
     else:
         print(f"results: {folder.path}")
     if is_interrupted:
-        print(f"interrupted; go on with: evalsuite run --resume {folder.path}", file=sys.stderr)
+        print(folder.how_to_go_on(), file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
 

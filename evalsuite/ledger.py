@@ -72,7 +72,8 @@ class LedgerRecord:
 class LedgerHead:
     """First line of a ledger: what its answers depend on besides the prompt.
 
-    A run may only go on with a ledger whose head is equal to its own.
+    A run may only go on with a ledger whose head is equal to its own. `server` is the engine with
+    the file's environment and arguments, secrets masked.
     """
 
     evaluator: str
@@ -83,6 +84,7 @@ class LedgerHead:
     seed: int
     stop: tuple[str, ...] = ()
     is_chat: bool = False
+    server: str = ""
     version: int = VERSION
 
 
@@ -226,6 +228,8 @@ def _check_head(path: Path, found: LedgerHead, wanted: LedgerHead) -> None:
         f"{key} {getattr(found, key)!r} (now {getattr(wanted, key)!r})"
         for key in _HEAD_KEYS
         if getattr(found, key) != getattr(wanted, key)
+        # Earlier versions did not write it down.
+        and not (key == "server" and not found.server)
     ]
     if different:
         message = f"was begun with other settings: {', '.join(different)}; {_REMEDY}"

@@ -180,17 +180,20 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         order_seed=job.config.seed if watch and evaluator.CAN_SHUFFLE else None,
     )
     baseline = _baseline(job, this.options)
+    kept = ""
     while True:
         # A plan of repeats is looked at between them; only the first can be hopeless.
         watched = _watched(request, job, server, this, watch if request.repeats == 1 else None)
         result = _guarded(evaluator.evaluate, watched, server)
+        if request.repeats == 1 and result.reused:
+            kept = f"{result.reused} answers are from before the run was resumed"
         records = this.folder.records(job.id)
         if (
             result.stopped
             or not server.is_alive
             or not needs_repeat(job, result, baseline, records, context)
         ):
-            return result
+            return replace(result, notes=(*result.notes, kept)) if kept else result
         request = replace(request, repeats=request.repeats + 1)
 
 

@@ -8,7 +8,6 @@ own stay for usage errors, interrupts and internal errors.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -27,6 +26,7 @@ from evalsuite.executors.local import group_by_launch
 from evalsuite.jobs import EvalJob
 from evalsuite.pipeline import Run
 from evalsuite.progress import PlainDisplay
+from evalsuite.pytest_text import explain, unmatched, write_line, write_table
 from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
 from evalsuite.run_folder import RunFolder, new_folder
 from evalsuite.session import (
@@ -100,6 +100,16 @@ def _request(config: pytest.Config) -> RunRequest:
         grace_s=get("--stop-grace"),
         ends_early=not get("--no-early-end"),
     )
+
+
+def _request_of_session(session: pytest.Session) -> RunRequest:
+    """The request with what `-k` left of its jobs, so that `--resume` runs no others."""
+    request, prepared = _request(session.config), session.config.stash[_PREPARED]
+    ids = [item.callspec.params["job"].id for item in session.items if hasattr(item, "callspec")]
+    if len(ids) == len(prepared.jobs):
+        return request
+    # The shard was cut from the whole list.
+    return replace(request, only=tuple(ids), shard="")
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -215,28 +225,27 @@ class Plugin:
         elif config.getoption("--dry-run") or not prepared.jobs:
             session.exitstatus = EXIT_OK
 
-    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        """The verdict table and the path of the results."""
+    def pytest_terminal_summary(
+        self, terminalreporter: Any, exitstatus: int, config: pytest.Config
+    ) -> None:
+        """The verdict table, the path of the results, and how to go on after an interrupt."""
+        self._summarise(terminalreporter, config)
+        folder = config.stash[_FOLDER]
+        if exitstatus == pytest.ExitCode.INTERRUPTED and folder.is_begun:
+            terminalreporter.write_line(folder.how_to_go_on())
+
+    def _summarise(self, terminalreporter: Any, config: pytest.Config) -> None:
         prepared = config.stash[_PREPARED]
         if not prepared.jobs:
             shard = config.getoption("--shard")
             terminalreporter.write_line(
                 f"shard {shard}: nothing assigned of {prepared.num_selected} jobs"
             )
+        elif terminalreporter.stats.keys() == {"deselected"} and config.option.keyword:
+            terminalreporter.write_line(unmatched(config.option.keyword, prepared.jobs))
         if not self._verdicts:
             return
-        from rich.console import Console
-
-        from evalsuite.report.terminal import LOG_WIDTH, print_verdicts
-
-        terminalreporter.section("verdicts")
-        screen = terminalreporter._tw
-        console = Console(
-            file=screen._file,
-            force_terminal=screen.hasmarkup,
-            width=max(screen.fullwidth, LOG_WIDTH) if not screen.hasmarkup else None,
-        )
-        print_verdicts(list(self._verdicts.values()), console)
+        write_table(terminalreporter, list(self._verdicts.values()))
         end = f"error: {self._unwritten}" if self._unwritten else "results"
         terminalreporter.write_line(f"{end}: {config.stash[_FOLDER].path}")
 
@@ -252,7 +261,7 @@ def shared_server(request: pytest.FixtureRequest) -> Iterator[SharedServer]:
         try:
             server.close()
         except ServerError as error:
-            _write_line(request.config, f"evalsuite: {error}")
+            write_line(request.config, f"evalsuite: {error}")
 
 
 @pytest.fixture
@@ -260,8 +269,8 @@ def verdict(request: pytest.FixtureRequest, job: EvalJob, shared_server: SharedS
     """Run the job. Errors and skips end here; what is left is PASS or FAIL."""
     config = request.config
     folder = config.stash[_FOLDER]
-    folder.begin(_request(config).to_json())
-    display = PlainDisplay(lambda line: _write_line(config, line))
+    folder.begin(_request_of_session(request.session).to_json())
+    display = PlainDisplay(lambda line: write_line(config, line))
     run = Run(config.stash[_PREPARED].options, folder, shared_server, display)
     verdict = pipeline.run(job, run)
     folder.keep(verdict)
@@ -273,28 +282,9 @@ def verdict(request: pytest.FixtureRequest, job: EvalJob, shared_server: SharedS
     return verdict
 
 
-def explain(verdict: Verdict) -> str:
-    """What a failed or errored test shows: reason, log, how to run it again."""
-    lines = [f"{verdict.status}: {verdict.reason}", *(f"  | {x}" for x in verdict.log_tail)]
-    if verdict.reproduce:
-        lines.append(f"reproduce: {verdict.reproduce}")
-    return "\n".join(lines)
-
-
 def _log_folder(config: pytest.Config) -> RunFolder:
     """Run folder of this process; workers keep their servers' logs apart."""
     folder = config.stash[_FOLDER]
     if not _is_worker(config):
         return folder
     return RunFolder(folder.path / str(config.workerinput["workerid"]))  # type: ignore[attr-defined]
-
-
-def _write_line(config: pytest.Config, line: str) -> None:
-    """A line on pytest's own terminal, captured output or not; workers have none."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if reporter is None:
-        return
-    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-        reporter.ensure_newline()
-        reporter.write_line(line)

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import secrets
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,10 +57,20 @@ class RunFolder:
         """Ledger of one job."""
         return self.job(job_id) / "ledger.jsonl"
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is written down what the run was asked for."""
+        return (self.path / "run.json").is_file()
+
+    def how_to_go_on(self) -> str:
+        """The line that ends an interrupted run."""
+        command = shlex.join(["evalsuite", "run", "--resume", str(self.path)])
+        return f"interrupted; go on with: {command}"
+
     def begin(self, asked: Mapping[str, Any]) -> None:
         """Write down what is asked for, before anything starts."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if not (self.path / "run.json").exists():
+        if not self.is_begun:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             data = {"started_at": now, "version": __version__, "asked": dict(asked)}
             write_text(self.path / "run.json", json.dumps(data, indent=1) + "\n")

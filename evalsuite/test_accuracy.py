@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evalsuite.pytest_run import explain
+from evalsuite.pytest_text import explain
 from evalsuite.verdict import Status, Verdict
 
 

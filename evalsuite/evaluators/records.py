@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evalsuite.client import Reply, RequestFailure
+from evalsuite.config import EvalConfig
 from evalsuite.evaluators.base import EvaluationRequest
 from evalsuite.ledger import LedgerHead, LedgerRecord, Status
+from evalsuite.masking import mask_command
 from evalsuite.tasks.base import Task, score_all
 
 _FAILURE_STATUS: dict[str, Status] = {
@@ -111,4 +113,12 @@ def ledger_head(evaluator: str, request: EvaluationRequest, task: Task) -> Ledge
         seed=config.seed,
         stop=task.stop,
         is_chat=config.use_chat_completions,
+        server=_server(config),
     )
+
+
+def _server(config: EvalConfig) -> str:
+    """Engine, environment and arguments; one that somebody else started has none of the file's."""
+    if config.engine == "external":
+        return config.engine
+    return mask_command((config.engine, *config.server_args), dict(sorted(config.env.items())))

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from evalsuite.files import write_text
 from evalsuite.flips import Flip
 from evalsuite.ledger import LedgerRecord
+from evalsuite.remarks import RIGHT_READING
 from evalsuite.report import svg
 from evalsuite.report.markdown import HEADER, summary_line, verdict_cells
 from evalsuite.report.text import points, rate, visible
@@ -57,13 +58,15 @@ def flips_of(verdict: Verdict) -> list[Flip]:
 
 def _job(verdict: Verdict, records: Sequence[LedgerRecord], meta: RunMeta) -> dict[str, Any]:
     flips = list(meta.flips.get(verdict.job_id, ())) or flips_of(verdict)
-    metric = verdict.result.metric if verdict.result else ""
+    # A run that was resumed in vain has records of its first part, and no result.
+    metric = verdict.result.metric if verdict.result else RIGHT_READING
     wrong = [r for r in records if r.repeat == 0 and r.scores.get(metric) != "correct"]
     history = list(meta.history.get(verdict.job_id, ()))
     if verdict.accuracy is not None:
         history.append((meta.run_id or "this run", verdict.accuracy))
     return {
         "verdict": verdict,
+        "metric": metric,
         "cells": verdict_cells(verdict),
         "flips": flips[:MAX_FLIPS],
         "num_flips": len(flips),

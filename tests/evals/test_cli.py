@@ -114,7 +114,7 @@ def test_the_command_that_is_printed_runs_the_same_job_again(suite: Suite) -> No
         (("run", "--config", "config-cpu.txt", "nobody"), "no job 'nobody'"),
         (("run", "rigth"), "did you mean 'right'?"),
         (("run",), "no --config given"),
-        (("run", "--resume", "nowhere"), "not the folder of a run"),
+        (("run", "--resume", "nowhere"), "not the folder of a run, nor one below results"),
         (("run", "--resume", "x", "--limit", "3"), "give nothing else"),
         (("rerun", "nowhere"), "not the folder of a run"),
         (("run", "--config", "empty.txt"), "empty.txt"),
@@ -177,6 +177,34 @@ def test_interrupted_run_leaves_nothing_and_resumes_to_the_same_verdict(
     assert len(count.read_text()) <= NUM_QUESTIONS + 2
     data = json.loads((folder / "results.json").read_text())
     assert data["verdicts"][1]["accuracy"] == 1.0
+
+
+def test_a_resumed_run_mixes_no_answers_of_two_servers_and_says_what_it_kept(
+    suite: Suite,
+) -> None:
+    args = f"{suite.right()} --exit-after-requests 6"
+    suite.add("job", args, max_concurrency=1, max_retries=0)
+    assert suite.run(*RUN).returncode == 75
+    name = suite.run_folder().name
+    path = suite.root / "s" / "job.yaml"
+    # Whatever the server is told otherwise may change its answers.
+    asked = json.loads(path.read_text())
+    path.write_text(json.dumps({**asked, "server_args": suite.right(), "env": {"B": "1"}}))
+    other = suite.run("run", "--resume", name)
+    assert other.returncode == 4
+    assert "was begun with other settings: server 'vllm " in other.stdout
+    assert "(now 'B=1 vllm " in other.stdout
+    assert "Traceback" not in other.stdout + other.stderr
+    near = suite.run("run", "--resume", name[:-1])
+    assert near.returncode == 4
+    assert f"; did you mean {name!r}?" in near.stderr
+    # The same arguments; only the luck is better.
+    path.write_text(json.dumps(asked))
+    stub = suite.bin / "vllm"
+    stub.write_text(stub.read_text().replace('"$@"', '"$@" --exit-after-requests 0'))
+    resumed = suite.run("run", "--resume", name)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "note: 6 answers are from before the run was resumed" in resumed.stdout
 
 
 def test_interrupt_during_start(suite: Suite) -> None:

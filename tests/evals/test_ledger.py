@@ -49,6 +49,22 @@ def test_records_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert read_ledger(path) == records
 
 
+def test_answers_of_a_server_with_other_arguments_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, record(0), head=replace(HEAD, server="vllm -tp 2"))
+    with pytest.raises(ConfigError, match=r"other settings: server 'vllm -tp 2' .now 'vllm -tp 4'"):
+        Ledger(path, replace(HEAD, server="vllm -tp 4"))
+    # A ledger of a version that did not write it down is continued.
+    old = tmp_path / "old.jsonl"
+    write(old, record(0))
+    lines = old.read_text().splitlines()
+    head = json.loads(lines[0])
+    del head["ledger"]["server"]
+    old.write_text("\n".join([json.dumps(head), *lines[1:], ""]))
+    with Ledger(old, replace(HEAD, server="vllm -tp 4")) as ledger:
+        assert [kept.index for kept in ledger.records] == [0]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(exclude_categories=()), max_size=50))
 def test_any_text_is_safe_and_stays_one_line(text: str) -> None:

@@ -78,7 +78,9 @@ def test_exit_codes_without_a_low_score(suite: Suite) -> None:
         program=("-m", "pytest"),
     )
     assert only_skips.returncode == 5
-    assert run_pytest(suite, "-k", "nobody").returncode == 5
+    nobody = run_pytest(suite, "-k", "rihgt")
+    assert nobody.returncode == 5
+    assert "no job matches -k 'rihgt'; did you mean 's/right'?" in nobody.stdout
 
 
 def test_a_fault_of_the_suite_itself_is_never_green(suite: Suite) -> None:
@@ -209,20 +211,29 @@ def test_interrupt_leaves_nothing_and_says_so(suite: Suite) -> None:
     import sys
 
     pids = suite.folder / "pids"
-    suite.add("job", f"{suite.right()} --pids-file {pids} --delay-s 0.3", max_concurrency=1)
+    suite.add("job", f"{suite.right()} --pids-file {pids} --delay-s 0.1", max_concurrency=1)
+    suite.add("wrong")
     run = subprocess.Popen(
         [
             *(sys.executable, "-m", "pytest", CLONE),
-            *("--configs-root", "configs", "--config", "config-cpu.txt"),
+            *("--configs-root", "configs", "--config", "config-cpu.txt", "-k", "job"),
         ],
         cwd=suite.folder,
         env=suite.environ,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_until(lambda: bool(pids_in(pids)) and bool(list(suite.results.rglob("ledger*"))), 30)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(20) == 2
+        told, _ = run.communicate(timeout=20)
+        assert run.returncode == 2
     finally:
         run.kill()
     assert not any(is_alive(pid) for pid in pids_in(pids))
+    folder = suite.run_folder()
+    assert f"interrupted; go on with: evalsuite run --resume {folder}" in told
+    # What `-k` left out is not run when the rest is gone on with.
+    resumed = suite.run("run", "--resume", str(folder), timeout_s=60)
+    assert resumed.returncode == 0, resumed.stdout
+    assert statuses(folder) == {"s/job": "PASS"}

@@ -242,6 +242,16 @@ def test_flips_of_a_verdict_are_shown() -> None:
     assert "so 17" in page
 
 
+def test_a_run_that_was_resumed_in_vain_has_a_page_with_the_replies_of_its_first_part() -> None:
+    record = LedgerRecord(
+        3, 0, "answered", "so 17", "18", {"numeric": "wrong"}, extracted={"numeric": "17"}
+    )
+    verdict = Verdict("suite/job", Status.ERROR, "the server did not start")
+    page = html.render([verdict], {"suite/job": [record]}, META)
+    assert "so 17" in page
+    assert "numeric reads 17" in page
+
+
 def test_markdown_names_what_failed() -> None:
     text = markdown.render(verdicts(), META)
     assert text.startswith("## Accuracy: 1 PASS, 1 FAIL, 1 ERROR, 1 INCONCLUSIVE, 1 SKIP")
