@@ -22,6 +22,7 @@ from evalsuite.errors import ConfigError, ServerError
 from evalsuite.evidence import BackendEvidence
 from evalsuite.flips import Flip
 from evalsuite.judge import RunContext, judge
+from evalsuite.ledger import LedgerRecord
 from evalsuite.report import RunMeta, html, json_report, junit, markdown, write_all
 from evalsuite.report.history import load_history
 from evalsuite.report.terminal import print_verdicts
