@@ -217,6 +217,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("--body-timeout-s", "limits.body_timeout_s", "float", "Time for a body.", low=0.1),
     Flag("--header-timeout-s", "limits.header_timeout_s", "float", "Time for headers.", low=0.1),
+    Flag(
+        "--send-timeout-s",
+        "limits.send_timeout_s",
+        "float",
+        "A client that takes nothing of its answer for so long is cut off.",
+        low=0.1,
+    ),
     Flag("--max-headers", "limits.max_headers", "int", "Header lines.", low=8),
     Flag("--max-header-bytes", "limits.max_header_bytes", "int", "Bytes of headers.", low=1024),
     Flag(

@@ -19,14 +19,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from moeserve.errors import BadRequest
-from moeserve.server.http_guard import (
-    CHUNK_WRITER,
-    HttpError,
-    Receive,
-    Scope,
-    Send,
-    origin_of,
-)
+from moeserve.server.connection import CHUNK_WRITER
+from moeserve.server.http_guard import HttpError, Receive, Scope, Send, origin_of
 from moeserve.server.params import Job, Prompt, chat_job, completion_job
 from moeserve.server.prompts import encode, read_messages, read_prompts
 from moeserve.server.protocol import (

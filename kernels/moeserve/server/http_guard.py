@@ -2,22 +2,16 @@
 
 Receives raw ASGI messages; passes a request on or answers it; bodies are read in `turns.py`. Plain
 ASGI rather than a framework's middleware, so that a client's disconnect reaches the routes and a
-stream costs nothing extra. `BoundedProtocol` adds what uvicorn lacks: a limit on how long headers
-may take.
+stream costs nothing extra. What happens before there is a request is `connection.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
 from typing import Any
-
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from moeserve.errors import BadRequest
 from moeserve.server.limits import Limits
@@ -30,8 +24,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Key of a request's scope: writes a part of its body at once, once the response has started.
-CHUNK_WRITER = "moeserve.write_chunk"
 _OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 _KINDS = {
     400: "invalid_request_error",
@@ -195,62 +187,3 @@ def origin_of(scope: Scope, num_keys: int) -> tuple[str, str]:
     host, port = scope.get("client") or ("", 0)
     client = f"key {scope['moeserve.key']}" if num_keys > 1 else str(host)
     return client, f"{host}:{port}"
-
-
-def _write_chunk(cycle: RequestResponseCycle, part: bytes) -> bool:
-    """Write one part of a chunked body past all layers; False where it has to be awaited.
-
-    A stream sends one part a token, and the layers' checks of it cost more than all the rest.
-    """
-    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-    return True
-
-
-def bounded_protocol(header_timeout_s: float) -> type[H11Protocol]:
-    """Return uvicorn's HTTP protocol with a limit on how long a request's headers may take."""
-
-    class BoundedProtocol(H11Protocol):
-        _header_timer: asyncio.TimerHandle | None = None
-
-        def handle_events(self) -> None:
-            super().handle_events()
-            # The request's task is made but has not run yet.
-            if self.cycle is not None and self.cycle.scope["http_version"] == "1.1":
-                scope: Scope = self.cycle.scope  # type: ignore[assignment]
-                scope.setdefault(CHUNK_WRITER, partial(_write_chunk, self.cycle))
-
-        def connection_made(  # type: ignore[override]
-            self, transport: asyncio.Transport
-        ) -> None:
-            super().connection_made(transport)
-            self._header_timer = self.loop.call_later(header_timeout_s, self._too_slow)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            is_waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
-            if not is_waiting:
-                self._stop_timer()
-            elif self._header_timer is None:
-                self._header_timer = self.loop.call_later(header_timeout_s, self._too_slow)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-
-        def _stop_timer(self) -> None:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
-
-        def _too_slow(self) -> None:
-            self._header_timer = None
-            if not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
-                    b"content-length: 0\r\n\r\n"
-                )
-                self.transport.close()
-
-    return BoundedProtocol

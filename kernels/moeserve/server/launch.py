@@ -30,7 +30,7 @@ from moeserve.errors import MoeserveError
 from moeserve.presets import is_preset
 from moeserve.server.app import build_app
 from moeserve.server.chat import ChatTemplate
-from moeserve.server.http_guard import bounded_protocol
+from moeserve.server.connection import bounded_protocol
 from moeserve.server.params import ModelContext
 from moeserve.server.service import Service
 from moeserve.server.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -124,7 +124,7 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
     config = service.config
     return uvicorn.Config(
         build_app(service),
-        http=bounded_protocol(config.limits.header_timeout_s),
+        http=bounded_protocol(config.limits),
         ws="none",
         lifespan="off",
         loop="asyncio",

@@ -21,6 +21,7 @@ class Limits:
         max_held_bytes: Of all bodies that are being read; beyond it 429 with Retry-After.
         body_timeout_s: A body must be complete after this long, else 408.
         header_timeout_s: A request line with its headers must be complete after this long.
+        send_timeout_s: A client that takes nothing of its answer for this long is cut off.
         max_headers: More header lines get 431.
         max_header_bytes: More bytes of headers get 431.
         max_prompts: Prompts, or chat messages, in one request.
@@ -41,6 +42,7 @@ class Limits:
     max_held_bytes: int = 128 * 1024 * 1024
     body_timeout_s: float = 30.0
     header_timeout_s: float = 20.0
+    send_timeout_s: float = 120.0
     max_headers: int = 200
     max_header_bytes: int = 64 * 1024
     max_prompts: int = 1024
