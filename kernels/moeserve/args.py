@@ -114,6 +114,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Serv
     is_dummy = engine_values.get("load_format") == "dummy"
     engine_values["model"] = resolve_model(models[0], is_dummy, env)
     server_values = _part(values, "server")
+    if "log_level" in server_values:
+        engine_values["log_level"] = server_values["log_level"]  # one option for both processes
     env_key = env.get("MOESERVE_API_KEY") or env.get("VLLM_API_KEY")
     if "api_keys" not in server_values and env_key:
         server_values["api_keys"] = (env_key,)

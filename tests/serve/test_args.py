@@ -55,6 +55,12 @@ def test_spellings_of_one_option(argv: list[str]) -> None:
     assert parse([*argv, TINY], {}).engine.max_model_len == 4096
 
 
+def test_the_log_level_is_that_of_both_processes() -> None:
+    config = parse([TINY, "--log-level", "error"], {})
+    assert (config.log_level, config.engine.log_level) == ("error", "error")
+    assert parse([TINY], {}).engine.log_level == parse([TINY], {}).log_level
+
+
 def test_short_options_negation_and_lists() -> None:
     argv = ["-tp", "2", "-dp=3", "-ep", "--no-enable-prefix-caching"]
     argv += ["--served-model-name", "a", "b", "--api-key", "k"]
@@ -127,6 +133,8 @@ def test_models_are_found_or_the_message_says_where_was_looked(tmp_path: Path) -
         parse(["Qwen/Qwen3-30B-A3B"], env)
     with pytest.raises(UsageError, match=r"not in the local hub cache .*nothing is downloaded"):
         parse(["org/other"], env)
+    for name in ("minigsm-tiny", "MoEServe/MiniGSM-tiny"):  # as the presets spell it
+        assert parse([name], env).engine.model == parse([TINY], env).engine.model
     with pytest.raises(UsageError, match="closest name known is moeserve/minigsm-tiny"):
         parse(["moeserve/minigsm-tny"], env)
     with pytest.raises(UsageError, match=r"no config\.json"):
@@ -146,6 +154,7 @@ def test_every_row_sets_a_field_and_help_shows_its_default() -> None:
     assert engine == {f"engine.{i.name}" for i in fields(EngineConfig)} - {
         "engine.model",
         "engine.env",
+        "engine.log_level",  # the server's
     }
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, config_for_tests, live_server, piece_tokenizer, service_for
 
-from moeserve.server.launch import chat_template_of
+from moeserve.server.folder import chat_template_of
 from moeserve.server.limits import Limits
 
 TOKENIZER = piece_tokenizer()

@@ -99,6 +99,25 @@ def test_open_requests_finish_within_the_grace_and_the_exit_is_0(tmp_path: Path,
         assert server.exit_status() == 0
 
 
+def test_within_the_grace_the_server_says_that_it_is_stopping(tmp_path: Path) -> None:
+    with running(tmp_path, "serves", "--shutdown-grace-s", "20") as server:
+        server.wait_healthy()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=30) as reply:
+            lines = reply.iter_lines()  # kept: dropping it would close the connection
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            end = time.monotonic() + 15
+            while (health := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert (health.status_code, health.json()) == (503, {"status": "stopping"})
+            refused = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=30)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+            assert refused.headers["connection"] == "close"
+            assert httpx.get(f"{server.url}/metrics", timeout=30).status_code == 200
+            assert server.process.poll() is None
+
+
 def test_beyond_the_grace_open_requests_get_an_error(tmp_path: Path) -> None:
     with running(tmp_path, "serves", "--shutdown-grace-s", "0.2") as server:
         server.wait_healthy()
@@ -140,6 +159,14 @@ def test_model_that_cannot_be_loaded_exits_1_with_the_reason(tmp_path: Path) -> 
         assert "no such architecture" in server.process.stderr.read()
 
 
+def test_a_template_that_is_not_there_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    # The engine would take a minute.
+    with running(tmp_path, "slow", "--chat-template", "/nowhere/t.jinja") as server:
+        assert server.exit_status(40) == 1
+        assert server.process.stderr is not None
+        assert "--chat-template /nowhere/t.jinja: cannot be read" in server.process.stderr.read()
+
+
 def test_engine_that_dies_ends_the_server_with_1(tmp_path: Path) -> None:
     with running(tmp_path, "dies") as server:
         assert server.exit_status() == 1
@@ -158,3 +185,12 @@ def test_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
         )
         assert other.returncode == 1
         assert f"cannot listen on 127.0.0.1:{port}" in other.stderr
+
+
+def test_a_port_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "port.json"
+    argv = [sys.executable, "-m", "moeserve", str(model_dir()), "--port", "0", "--port-file", path]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert f"--port-file {path}: cannot be written" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -204,6 +204,8 @@ def test_config_keys_are_read_in_both_spellings_and_with_their_defaults() -> Non
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotary scaling 'yarn' is not implemented"),
         ({"architectures": []}, "key 'architectures' is missing"),
         ({"use_sliding_window": True}, "sliding-window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .fp8.: weights"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
     ],
 )
 def test_a_config_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:

@@ -59,6 +59,7 @@ class EngineConfig:
         stall_limit_s: With several ranks, a step that takes longer ends the server: some rank does
             not take part in it.
         device: "auto", "cpu" or "cuda".
+        log_level: Least level that the engine logs.
         env: Environment switches that the oracle honours, read by the entry file.
     """
 
@@ -86,6 +87,7 @@ class EngineConfig:
     num_threads: int = 0
     stall_limit_s: float = 300.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from functools import partial
@@ -25,6 +26,7 @@ from moeserve.engine.wire import Message
 logger = logging.getLogger(__name__)
 # How long a process that was told to end may take before it is killed.
 EXIT_GRACE_S = 5.0
+_KILLED = ": killed from outside; where nobody did, the machine ran out of memory"
 
 
 class EngineError(errors.MoeserveError):
@@ -229,6 +231,9 @@ class ProcessEngine:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.5)
         text = self._refusal()
+        if self._ready.done() and not self._is_stopping:
+            is_killed = self._process.poll() == -signal.SIGKILL
+            logger.error("%s%s", text, _KILLED if is_killed else "")
         if not self._ready.done():
             self._ready.set_exception(EngineError(text))
         if self._profile is not None:

@@ -206,8 +206,8 @@ def _run(seat: Seat, front: Link | None, inbox: Inbox, fail: Fail) -> bool:
     """Load, report, serve; whether that ended as it should."""
     place = seat.place
     logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(levelname)s %(asctime)s engine {place.label}: %(message)s",
+        level=seat.config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s engine {place.label}: %(message)s",
         force=True,
     )
     try:

@@ -40,7 +40,7 @@ def main(fd: int, started_at: float) -> None:
     # one through the socket, which also closes when the API process is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s engine: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     sock = socket.socket(fileno=fd)
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()
@@ -48,15 +48,20 @@ def main(fd: int, started_at: float) -> None:
     if kind != "start":
         return
     config, other_fds = rest
+    logging.getLogger().setLevel(config.log_level.upper())
     if config.num_ranks > 1:
         from moeserve.engine import ranks
         from moeserve.engine.link import Link
 
         ranks.run_first(config, Link(sock), inbox, other_fds, started_at)
         return
-    engine = _load(sock, config, started_at)
-    if engine is not None:
-        _loop(sock, inbox, engine)
+    try:
+        engine = _load(sock, config, started_at)
+        if engine is not None:
+            _loop(sock, inbox, engine)
+    except OSError:
+        # It may have ended over a fault of its own while this process was loading.
+        logger.info("the API process is gone")
 
 
 def _read(sock: socket.socket, inbox: queue.SimpleQueue[Message]) -> None:
@@ -97,20 +102,17 @@ def _load(sock: socket.socket, config: EngineConfig, started_at: float) -> Engin
 
 def _loop(sock: socket.socket, inbox: queue.SimpleQueue[Message], engine: Engine) -> None:
     outbox = Outbox(sock)
-    try:
-        while True:
-            wait = not engine.has_work
-            if wait:
-                outbox.flush()
-            while wait or not inbox.empty():
-                if not _handle(inbox.get(), outbox, engine):
-                    return
-                wait = False
-            if engine.has_work:
-                out = _step(engine)
-                outbox.put(("step", out.ids, out.tokens, out.events, engine.stats()))
-    except OSError:
-        logger.info("the API process is gone")
+    while True:
+        wait = not engine.has_work
+        if wait:
+            outbox.flush()
+        while wait or not inbox.empty():
+            if not _handle(inbox.get(), outbox, engine):
+                return
+            wait = False
+        if engine.has_work:
+            out = _step(engine)
+            outbox.put(("step", out.ids, out.tokens, out.events, engine.stats()))
 
 
 def _step(engine: Engine) -> StepOutput:

@@ -134,13 +134,24 @@ def parse_model_spec(keys: Keys, source: str) -> ModelSpec:
 
     Raises:
         UsageError: A key is missing or of the wrong type.
-        Unsupported: The rotary scaling is of a kind that is not implemented.
+        Unsupported: What it asks for would be computed otherwise here: quantised weights, sliding
+            windows, another activation, another rotary scaling.
     """
     names = keys.get("architectures")
     if not isinstance(names, list) or not names:
         raise UsageError(f"{source}: key 'architectures' is missing or empty")
     if keys.get("use_sliding_window"):
         raise Unsupported(f"{source}: sliding-window attention is not implemented")
+    quantization = keys.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise Unsupported(
+            f"{source}: quantization_config ({method or quantization}): weights are served "
+            "unquantized; give a bf16, fp16 or fp32 checkpoint"
+        )
+    activation = keys.get("hidden_act")
+    if activation not in (None, "silu"):
+        raise Unsupported(f"{source}: hidden_act {activation!r} is not implemented; known: silu")
     num_layers = _int(keys, "num_hidden_layers", source)
     num_heads = _int(keys, "num_attention_heads", source)
     hidden_size = _int(keys, "hidden_size", source)

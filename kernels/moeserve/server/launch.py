@@ -27,13 +27,13 @@ from moeserve.args import ServeConfig
 from moeserve.engine.client import EngineClient
 from moeserve.engine.config import EngineConfig
 from moeserve.errors import MoeserveError
-from moeserve.presets import is_preset
 from moeserve.server.app import build_app
 from moeserve.server.chat import ChatTemplate
 from moeserve.server.connection import bounded_protocol
+from moeserve.server.folder import read_folder
 from moeserve.server.params import ModelContext
 from moeserve.server.service import Service
-from moeserve.server.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from moeserve.server.tokenizer import byte_tokenizer
 
 logger = logging.getLogger("moeserve.server")
 StartEngine = Callable[[EngineConfig], Awaitable[EngineClient]]
@@ -43,7 +43,6 @@ _WATCH_INTERVAL_S = 0.25
 # A thread that reads a large request keeps the interpreter no longer than this: at the default of
 # 5 ms the event loop would wait that long each time it comes back from the kernel.
 _SWITCH_INTERVAL_S = 0.0005
-_DEFAULTS_READ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class HttpServer(uvicorn.Server):
@@ -113,7 +112,11 @@ def serve(config: ServeConfig, start: StartEngine | None = None) -> int:
         return 1
     port = sock.getsockname()[1]
     if config.port_file:
-        write_port_file(Path(config.port_file), port)
+        try:
+            write_port_file(Path(config.port_file), port)
+        except OSError as error:
+            logger.error("--port-file %s: cannot be written: %s", config.port_file, error)
+            return 1
     logger.info("listening on http://%s:%d", config.host, port)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return asyncio.run(_Launcher(config, sock, start).run())
@@ -132,7 +135,7 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         timeout_keep_alive=config.keep_alive_s,
-        timeout_graceful_shutdown=int(config.shutdown_grace_s + _FLUSH_S) + 1,
+        timeout_graceful_shutdown=int(_FLUSH_S) + 1,  # the grace is over by then
         h11_max_incomplete_event_size=config.limits.max_header_bytes,
         backlog=4096,
     )
@@ -200,17 +203,15 @@ class _Launcher:
         logger.info("loading %s", config.engine.model)
         starting = asyncio.ensure_future(self._start(config.engine))
         try:
-            tokenizer = await asyncio.to_thread(tokenizer_of, config)
+            folder = await asyncio.to_thread(read_folder, config)
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             raise
         self._engine = engine = await starting
-        if not tokenizer.table:
-            tokenizer = byte_tokenizer(engine.info.vocab_size)
-        context = ModelContext(engine.info, tokenizer, config.limits, sampling_defaults_of(config))
-        template = chat_template_of(config, tokenizer)
-        chat = ChatTemplate(template, tokenizer.names, config.limits)
+        tokenizer = folder.tokenizer or byte_tokenizer(engine.info.vocab_size)
+        context = ModelContext(engine.info, tokenizer, config.limits, folder.sampling_defaults)
+        chat = ChatTemplate(folder.chat_template, tokenizer.names, config.limits)
         # What is loaded stays; collections need not walk it again.
         gc.collect()
         gc.freeze()
@@ -240,54 +241,18 @@ class _Launcher:
         """Refuse new work, let open requests end, then end the engine and the HTTP side."""
         if self._service.status != "failed":
             self._service.status = "stopping"
-        self._uvicorn.should_exit = True
         if not life.done() and self._engine is None:
             life.cancel()  # still loading
             await asyncio.gather(life, return_exceptions=True)
         if self._engine is not None:
+            # The socket listens all the while: probes and clients are told, and /metrics shows
+            # what is still open.
             await self._engine.shutdown(self._config.shutdown_grace_s)
+        self._uvicorn.should_exit = True
         await asyncio.gather(http, return_exceptions=True)
         life.cancel()
         await asyncio.gather(life, return_exceptions=True)
         await self._service.close()
-
-
-def tokenizer_of(config: ServeConfig) -> Tokenizer:
-    """Return the model's tokenizer; one without a table for a preset that has no folder."""
-    folder = Path(config.engine.model)
-    if folder.is_dir():
-        return load_tokenizer(folder)
-    if is_preset(config.engine.model):
-        logger.warning("%s has no tokenizer: text is sent as its bytes", config.engine.model)
-        return Tokenizer(encoder=None, table=())
-    raise MoeserveError(f"{config.engine.model}: neither a folder nor a preset")
-
-
-def chat_template_of(config: ServeConfig, tokenizer: Tokenizer) -> str:
-    """Return the template in force: the command line's, a file or a text, else the model's."""
-    given = config.chat_template
-    if not given:
-        return tokenizer.chat_template
-    # A template is told from a path by its braces.
-    if "{" not in given:
-        return Path(given).read_text(encoding="utf-8")
-    return given
-
-
-def sampling_defaults_of(config: ServeConfig) -> dict[str, float]:
-    """Return the values of generation_config.json for fields that a request leaves out."""
-    path = Path(config.engine.model) / "generation_config.json"
-    if config.generation_config != "auto" or not path.is_file():
-        return {}
-    document = json.loads(path.read_text(encoding="utf-8"))
-    # `do_sample: false` would make a temperature meaningless, so only what is meant is taken.
-    found = {name: document[name] for name in _DEFAULTS_READ if document.get(name) is not None}
-    if document.get("max_new_tokens") is not None:
-        found["max_tokens"] = document["max_new_tokens"]
-    defaults = {name: float(value) for name, value in found.items()}
-    if defaults:
-        logger.info("sampling defaults of the model (--generation-config none): %s", defaults)
-    return defaults
 
 
 def _log_to_stderr(config: ServeConfig) -> None:

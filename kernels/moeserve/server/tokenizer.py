@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from moeserve.errors import Unsupported
+from moeserve.errors import Unsupported, UsageError
 
 _META_SPACE = "▁"
 # Not final: bytes of a character whose rest is missing are kept back.
@@ -83,15 +83,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Raises:
         Unsupported: No `tokenizer.json`, or a decoder whose tokens have no fixed bytes.
+        UsageError: A file that is broken; names it.
     """
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise Unsupported(f"{path}: missing; a model is served with its tokenizer.json")
-    text = path.read_text(encoding="utf-8")
-    document = json.loads(text)
-    encoder = HuggingFaceTokenizer.from_str(text)
+    text, document = _json_object(path)
+    try:
+        encoder = HuggingFaceTokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise UsageError(f"{path}: not a tokenizer: {error}") from None
     encoder.no_truncation()
     encoder.no_padding()
     added = {int(item["id"]): item for item in document.get("added_tokens", [])}
@@ -110,6 +113,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         chat_template=template,
         strips_leading_space=kind == "metaspace",
     )
+
+
+def _json_object(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return a file's text and the object in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: expected an object, got {type(document).__name__}")
+    return text, document
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
@@ -164,7 +179,7 @@ def _read_config(folder: Path) -> tuple[dict[str, object], str]:
     template: object = ""
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        _, config = _json_object(path)
         for name, value in config.items():
             if name == "chat_template":
                 template = _default_template(value)
