@@ -52,7 +52,9 @@ def _dispatch(words: list[str]) -> int:
         if name not in _BENCHES:
             close = difflib.get_close_matches(name, _BENCHES, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"bench {name}: want one of {', '.join(_BENCHES)}{hint}")
+            raise UsageError(
+                f"bench {name}".rstrip() + f": want one of {', '.join(_BENCHES)}{hint}"
+            )
         return _run(_BENCHES[name], words[2:])
     if command in _COMMANDS:
         return _run(_COMMANDS[command], words[1:])

@@ -82,6 +82,10 @@ def _moe_spec(model: ModelSpec, args: argparse.Namespace) -> MoESpec:
     tp, dp = args.tensor_parallel_size, args.data_parallel_size
     if tp < 1 or dp < 1:
         raise UsageError(f"backends: parallel sizes are at least 1, got tp={tp} dp={dp}")
+    if args.max_num_batched_tokens < 1:
+        raise UsageError(
+            f"backends: --max-num-batched-tokens {args.max_num_batched_tokens}: at least 1"
+        )
     moe_tp = 1 if args.enable_expert_parallel else tp
     if model.moe_intermediate_size % moe_tp:
         raise UsageError(

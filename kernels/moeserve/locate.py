@@ -15,6 +15,9 @@ from moeserve.errors import UsageError
 from moeserve.presets import is_preset, preset_names
 from moeserve.tiny import MODEL_NAME, model_dir
 
+# With and without the organisation, as the presets spell it.
+_PACKAGED = (MODEL_NAME, MODEL_NAME.split("/")[-1])
+
 
 def resolve_model(name: str, is_dummy: bool, environ: Mapping[str, str]) -> str:
     """Return the folder of a model, or a preset's name where weights are random.
@@ -29,7 +32,7 @@ def resolve_model(name: str, is_dummy: bool, environ: Mapping[str, str]) -> str:
         if not (path / "config.json").is_file():
             raise UsageError(f"MODEL {name}: the folder has no config.json")
         return str(path)
-    if name == MODEL_NAME:
+    if name.lower() in _PACKAGED:
         try:
             return str(model_dir())
         except FileNotFoundError as error:

@@ -122,5 +122,8 @@ def test_backends_command_reads_a_folder(
         backends_command.main(["--platform", "cpu", "-tp", "3", str(tmp_path)], {})
     with pytest.raises(UsageError, match="Did you mean 'cpu'"):
         backends_command.main(["--platform", "cpuu", str(tmp_path)], {})
+    for count in ("0", "-5"):
+        with pytest.raises(UsageError, match=f"--max-num-batched-tokens {count}: at least 1"):
+            backends_command.main(["--max-num-batched-tokens", count, str(tmp_path)], {})
     with pytest.raises(UsageError, match="MODEL is missing"):
         backends_command.main([], {})

@@ -37,6 +37,23 @@ def test_a_start_of_the_embedded_model_in_order(
     assert "first reply after" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-prompts", "0"], "--num-prompts 0: at least 1"),
+        (["--output-len", "1"], "--output-len 1: 2 or more"),
+        (["--timeout-s", "0"], "--timeout-s 0.0: more than 0"),
+        (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json: no folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_a_server_starts(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeserve.bench.startup.subprocess.Popen", None)
+    with pytest.raises(UsageError, match=message):
+        main(["moeserve/minigsm-tiny", *words])
+
+
 def test_a_server_that_ends_is_said_with_its_last_lines() -> None:
     with pytest.raises(UsageError, match="no-such-model"):
         main(["no-such-model", "--num-prompts", "1"])

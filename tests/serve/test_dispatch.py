@@ -56,6 +56,8 @@ CUTS = {
     2: [
         Cut(1, 2, False, 8, (7,)),
         Cut(1, 2, True, 5, (7,)),
+        Cut(1, 2, False, 8, (7,), routing=LLAMA4),
+        Cut(1, 2, True, 5, (7,), routing=LLAMA4),
         Cut(2, 1, True, 5, (7, 3)),
         Cut(2, 1, True, 8, (6, 0)),
         Cut(2, 1, True, 8, (0, 0)),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeserve.engine.config import EngineConfig
+from moeserve.engine.engine import Engine
 from moeserve.engine.kv_cache import NULL_PAGE, PagePool, page_keys
-from moeserve.errors import OutOfPages
+from moeserve.errors import OutOfPages, UsageError
 
 
 def test_page_zero_is_never_handed_out() -> None:
@@ -22,6 +26,18 @@ def test_too_many_pages_are_refused_and_nothing_is_taken() -> None:
     assert pool.num_available == 4
     with pytest.raises(OutOfPages):
         PagePool(1, 4)
+
+
+@pytest.mark.parametrize("change", [{"kv_cache_memory_bytes": 10}, {"num_pages": 1}])
+def test_a_cache_that_holds_no_token_is_refused(change: dict[str, Any]) -> None:
+    config = EngineConfig(
+        model="minigsm-tiny", load_format="dummy", hf_overrides={"num_hidden_layers": 1},
+        device="cpu", **change,
+    )  # fmt: skip
+    (name, value), *_ = change.items()
+    flag = {"num_pages": "num_gpu_blocks_override"}.get(name, name)
+    with pytest.raises(UsageError, match=f"{flag}={value}.*KV pages hold no token; at least 2"):
+        Engine(config)
 
 
 def test_fresh_pages_are_consecutive_and_returned_ones_come_again_first() -> None:

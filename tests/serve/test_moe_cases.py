@@ -63,7 +63,14 @@ def test_experts_equal_float64(
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     ("num_experts", "hidden", "width", "top_k"),
-    [(60, 40, 24, 4), (72, 16, 88, 6), (160, 64, 8, 6), (288, 8, 16, 8), (2, 704, 24, 2)],
+    [
+        (60, 40, 24, 4),
+        (72, 16, 88, 6),
+        (160, 64, 8, 6),
+        (288, 8, 16, 8),
+        (2, 704, 24, 2),
+        (3, 2816, 704, 2),
+    ],
 )
 def test_odd_sizes(name: str, num_experts: int, hidden: int, width: int, top_k: int) -> None:
     spec = make_spec(num_experts, hidden, width, routing=RoutingSpec(top_k))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +162,24 @@ def test_repro_refuses_unknown_backends() -> None:
         repro.main(["duplicate-experts", "--moe-backend", "tritn"])
     with pytest.raises(UsageError, match="invalid choice: 'other'"):
         repro.main(["other"])
+    for count in ("0", "-4"):
+        with pytest.raises(UsageError, match=f"--tokens {count}: at least 1"):
+            repro.main(["duplicate-experts", "--moe-backend", "cpu", "--tokens", count])
+
+
+def test_repro_of_a_backend_that_ran_nothing_is_no_success(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """AITER wants ROCm, which no machine of this project has."""
+    from moeserve.bench import repro
+
+    assert repro.main(["duplicate-experts", "--moe-backend", "aiter", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["backend"], row["dtype"], row["outcome"]) for row in rows] == [
+        ("aiter", "bfloat16", "refused"),
+        ("aiter", "float8_e4m3fn", "refused"),
+    ]
+    assert all("does not support current device" in row["detail"] for row in rows)
 
 
 def test_repro_runs_every_case_in_a_process_of_its_own() -> None:

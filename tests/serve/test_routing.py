@@ -88,16 +88,21 @@ def test_any_values_give_distinct_ids_and_finite_weights(
                 assert taken == max(0, routing.top_k - good)
 
 
-@pytest.mark.parametrize("num_experts", [8, 60, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"), [(8, 4), (8, 8), (60, 8), (72, 6), (160, 6), (256, 8), (288, 8)]
+)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_rows_without_a_finite_value(num_experts: int, value: float) -> None:
-    logits = torch.full((3, num_experts), value)
-    topk = route(logits, RoutingSpec(8))
-    assert topk.ids.tolist() == [list(range(8))] * 3
-    torch.testing.assert_close(topk.weights, torch.full((3, 8), 1 / 8))
-    plain = route(logits, RoutingSpec(8, is_renormalized=False))
-    assert plain.ids.tolist() == [list(range(8))] * 3
-    torch.testing.assert_close(plain.weights, torch.full((3, 8), 1 / num_experts))
+def test_rows_without_a_finite_value(
+    num_experts: int, top_k: int, value: float, dtype: torch.dtype
+) -> None:
+    logits = torch.full((3, num_experts), value, dtype=dtype)
+    topk = route(logits, RoutingSpec(top_k))
+    assert topk.ids.tolist() == [list(range(top_k))] * 3
+    torch.testing.assert_close(topk.weights, torch.full((3, top_k), 1 / top_k))
+    plain = route(logits, RoutingSpec(top_k, is_renormalized=False))
+    assert plain.ids.tolist() == [list(range(top_k))] * 3
+    torch.testing.assert_close(plain.weights, torch.full((3, top_k), 1 / num_experts))
 
 
 def test_one_nan_keeps_the_valid_scores() -> None:

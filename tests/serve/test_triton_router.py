@@ -74,6 +74,32 @@ def test_a_clean_row_keeps_its_bits_beside_dirty_ones() -> None:
     assert torch.equal(beside[1][3], alone[1][0])
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_clean_rows_keep_their_bits_where_a_program_has_four_rows(scoring: str) -> None:
+    """From 128 rows of 16 n experts on, clean and dirty rows share a program."""
+    torch.manual_seed(8)
+    routing = RoutingSpec(8, scoring)  # type: ignore[arg-type]
+    rows = torch.randn(130, 128, dtype=torch.bfloat16)
+    weights, ids = route(rows.to(DEVICE), routing)
+    dirty = torch.rand(130) < 0.3
+    assert 0 < int(dirty.sum()) < 130
+    spoiled = rows.clone()
+    spoiled[dirty] = NAN
+    new_weights, new_ids = route(spoiled.to(DEVICE), routing)
+    clean = ~dirty.to(DEVICE)
+    assert torch.equal(new_ids[clean], ids[clean])
+    assert torch.equal(new_weights[clean], weights[clean])
+    assert new_ids[~clean].tolist() == [list(range(8))] * int(dirty.sum())
+
+
+def test_weights_with_and_without_renormalisation() -> None:
+    row = torch.tensor([[2.0, 1.0, 0.0, -1.0]], device=DEVICE)
+    for is_renormalized, want in ((False, [0.64391, 0.23688]), (True, [0.73106, 0.26894])):
+        weights, ids = route(row, RoutingSpec(2, is_renormalized=is_renormalized))
+        assert ids.tolist() == [[0, 1]]
+        assert weights[0].tolist() == pytest.approx(want, abs=5e-6)
+
+
 def test_bias_chooses_but_does_not_weigh() -> None:
     torch.manual_seed(3)
     bias = torch.randn(32)
@@ -82,7 +108,11 @@ def test_bias_chooses_but_does_not_weigh() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("E", "groups", "kept"), [(32, 8, 4), (16, 4, 2), (8, 8, 3)])
+@pytest.mark.parametrize(
+    ("E", "groups", "kept"),
+    # Of the last three, lanes of no expert fill up the row; 160 with 8 and 3 is DeepSeek-V2's.
+    [(32, 8, 4), (16, 4, 2), (8, 8, 3), (20, 4, 2), (72, 6, 1), (160, 8, 3)],
+)
 def test_groups(E: int, groups: int, kept: int, has_bias: bool) -> None:
     torch.manual_seed(4)
     # A bias far below zero: experts outside the kept groups must not win by a mask of zeros.

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 
-from moeserve.bench.timing import ceilings, graph_time_us
+from moeserve.bench.timing import ceilings, check_parent, graph_time_us
 from moeserve.errors import UsageError
 from moeserve.moe.backends.base import Routed
 from moeserve.moe.backends.registry import registry
@@ -34,8 +34,6 @@ SHAPES = {
     "qwen3.5-35b-a3b": LayerShape(256, 2048, 512, 8),
 }
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192, 16384)
-# Past this many tokens an error is taken on a sample: float32 truth of all would take minutes.
-ERROR_TOKENS = 64
 L2_BYTES = 60e6
 
 
@@ -106,7 +104,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="only this layer")
     parser.add_argument("--tokens", type=int, nargs="+", help="token counts")
     parser.add_argument("--moe-backend", help="only this backend")
-    parser.add_argument("--routing", nargs="+", choices=("uniform", "skewed"), default=["uniform"])
+    parser.add_argument("--routing", nargs="+", choices=("uniform", "skewed"),
+                        help="default: uniform")  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="measure tiles and write the table")
     parser.add_argument("--out", type=Path, help="folder for --tune (default: the package's)")
     parser.add_argument("--json", type=Path, help="write all numbers here")
@@ -115,6 +114,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"bench moe: {registry().unknown(args.moe_backend)}")
     if args.tokens and min(args.tokens) < 1:
         raise UsageError(f"bench moe: --tokens {min(args.tokens)}: at least 1")
+    # An option that changes nothing is refused: --tune measures tiles of Triton, uniform routing.
+    for name in ("moe_backend", "routing", "json") if args.tune else ("out",):
+        if getattr(args, name) is not None:
+            word = "with" if args.tune else "without"
+            raise UsageError(f"bench moe: --{name.replace('_', '-')} does nothing {word} --tune")
+    args.routing = args.routing or ["uniform"]
+    check_parent("bench moe: --json", args.json)
     return args
 
 
@@ -227,22 +233,21 @@ def _bench_one(
 def relative_error(
     out: torch.Tensor, x: torch.Tensor, routed: Routed, weights: MoEWeights
 ) -> float:
-    """‖out - ref‖ / ‖ref‖ over the first tokens, the reference in float32.
+    """‖out - ref‖ / ‖ref‖ over all tokens, the reference in float32.
 
     Args:
         out: [T, H].
         x: [T, H].
-        routed: All experts local.
+        routed: All experts local; -1 is nobody's slot.
         weights: In the checkpoint's layout, silu.
     """
-    n = min(x.shape[0], ERROR_TOKENS)
-    tokens, ids = x[:n].float(), routed.topk_ids[:n]
-    ref = torch.zeros(n, x.shape[1], device=x.device)
+    tokens, ids = x.float(), routed.topk_ids
+    ref = torch.zeros_like(tokens)
     I = weights.w2.shape[2]
-    for expert in torch.unique(ids).tolist():
+    for expert in torch.unique(ids[ids >= 0]).tolist():
         t, k = (ids == expert).nonzero(as_tuple=True)
         h = tokens[t] @ weights.w13[expert].float().T
         a = torch.nn.functional.silu(h[:, :I]) * h[:, I:]
         y = a @ weights.w2[expert].float().T
         ref.index_add_(0, t, y * routed.topk_weights[t, k][:, None])
-    return float((out[:n].float() - ref).norm() / ref.norm())
+    return float((out.float() - ref).norm() / ref.norm())

@@ -3,8 +3,9 @@
 Three inputs, each through every backend that can run here, each backend in a process of its own
 because the fault was an illegal memory access: all tokens with the same first expert, 10 % of the
 rows all NaN, and ids that name one expert K times (which the router never makes; it is given to the
-experts directly). Prints a table or JSON; returns 0 where every run gave the right numbers. FP8 is
-asked for as well, and refused with the backend's reason.
+experts directly). Prints a table or JSON; returns 0 where every run gave the right numbers, 1 where
+one did not or the one backend asked for ran nothing. FP8 is asked for as well, and refused with the
+backend's reason.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, or 1 where a backend crashed or was wrong.
+    """Runs the command; returns 0, or 1 where a backend crashed, was wrong, or refused its name.
 
     Raises:
         UsageError: Words that cannot be meant.
@@ -74,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(list(argv))
+    if args.tokens < 1:
+        raise UsageError(f"repro: --tokens {args.tokens}: at least 1")
     if args.child:
         _run_child(args.moe_backend, args.tokens)
         return 0
@@ -89,7 +92,10 @@ def main(argv: Sequence[str]) -> int:
                 print(_line(row), flush=True)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
-    return 1 if any(row.outcome in ("wrong", "crashed") for row in rows) else 0
+    outcomes = {row.outcome for row in rows}
+    # A backend that was asked for by name and ran nothing has shown nothing.
+    is_unshown = bool(args.moe_backend) and "ok" not in outcomes
+    return 1 if is_unshown or outcomes & {"wrong", "crashed"} else 0
 
 
 def _line(row: ReproRow) -> str:

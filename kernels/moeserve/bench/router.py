@@ -12,12 +12,13 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from moeserve.bench.timing import replay_times_us
+from moeserve.bench.timing import check_parent, replay_times_us
 from moeserve.errors import UsageError
 from moeserve.moe.spec import RoutingSpec
 from moeserve.triton_kernels.router import route
@@ -54,20 +55,21 @@ def main(argv: Sequence[str]) -> int:
         UsageError: Words that cannot be meant, or no CUDA GPU here.
     """
     parser = _Parser(prog="moeserve bench router", allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--experts", type=int, nargs="+")
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--nan-share", type=float, nargs="+", default=[0.0, 0.1])
-    parser.add_argument("--scoring", nargs="+", choices=("softmax", "sigmoid"),
-                        default=["softmax", "sigmoid"])  # fmt: skip
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--json", type=Path)
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", help="every count with every other; default 128")
+    add("--experts", type=int, nargs="+", help="default 128")
+    add("--top-k", type=int, nargs="+", help="default 8; with none of the three, a fixed list")
+    add("--nan-share", type=float, nargs="+", default=[0.0, 0.1], help="of rows; default 0 and 0.1")
+    add("--scoring", nargs="+", choices=("softmax", "sigmoid"), default=["softmax", "sigmoid"])
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--json", type=Path, help="write all numbers here")
     args = parser.parse_args(list(argv))
     if any(not 0.0 <= share <= 1.0 for share in args.nan_share):
         raise UsageError(f"bench router: --nan-share {args.nan_share}: shares are 0 to 1")
+    sizes = sizes_of(args.tokens, args.experts, args.top_k)
+    check_parent("bench router: --json", args.json)
     if not torch.cuda.is_available():
         raise UsageError("bench router: this needs a CUDA GPU; torch sees none here")
-    sizes = _sizes(args)
     print(f"{torch.cuda.get_device_name()}, {args.dtype}, microseconds a call")
     print(f"{'T':>6} {'E':>4} {'K':>2} {'scoring':>8} {'NaN':>5} {'variant':>22} "
           f"{'p20':>7} {'p50':>7} {'p80':>7}")  # fmt: skip
@@ -82,10 +84,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
-    if not args.tokens and not args.experts:
+def sizes_of(
+    tokens: Sequence[int] | None, experts: Sequence[int] | None, top_k: Sequence[int] | None
+) -> list[tuple[int, int, int]]:
+    """(T, E, K) of every table row: the product of what was given, or the fixed list.
+
+    Raises:
+        UsageError: A size that no router has.
+    """
+    if not tokens and not experts and not top_k:
         return list(SIZES)
-    sizes = [(T, E, args.top_k) for T in args.tokens or [128] for E in args.experts or [128]]
+    sizes = list(product(tokens or [128], experts or [128], top_k or [8]))
     for T, E, K in sizes:
         if T < 1 or not 1 <= K <= E:
             raise UsageError(

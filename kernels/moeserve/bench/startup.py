@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     options, server_argv = _parser().parse_known_args(list(argv))
     if not server_argv or server_argv[0].startswith("-"):
         raise UsageError("bench startup: the server's MODEL comes first, then its options")
+    _check_options(options)
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = asyncio.run(_measure(options, server_argv, Path(folder)))
@@ -87,6 +88,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", default="", help="file to write the figures to")
     add("--server-log", default="", help="file to keep the server's log in: where its time went")
     return parser
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse at once what a started server would only show minutes later."""
+    if options.num_prompts < 1:
+        raise UsageError(f"bench startup: --num-prompts {options.num_prompts}: at least 1")
+    if options.output_len < 2:
+        raise UsageError(
+            f"bench startup: --output-len {options.output_len}: 2 or more shows a speed"
+        )
+    if not options.timeout_s > 0:
+        raise UsageError(f"bench startup: --timeout-s {options.timeout_s}: more than 0")
+    for flag, path in (("--json", options.json), ("--server-log", options.server_log)):
+        parent = Path(path).absolute().parent
+        if path and not parent.is_dir():
+            raise UsageError(f"bench startup: {flag} {path}: no folder {parent}")
 
 
 async def _measure(options: argparse.Namespace, server_argv: list[str], folder: Path) -> Startup:

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from moeserve.errors import UsageError
+
+
+def check_parent(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before minutes of measuring and not after.
+
+    Raises:
+        UsageError: Its folder does not exist.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: no folder {path.absolute().parent}")
 
 
 def graph_time_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:

@@ -257,14 +257,19 @@ def _limits(config: EngineConfig, max_model_len: int, device: torch.device) -> S
 
 
 def _num_pages(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> int:
-    if config.num_pages:
-        return config.num_pages
-    num_bytes = config.kv_cache_memory_bytes
-    if not num_bytes:
-        num_bytes = CPU_CACHE_BYTES
-        if runner.options.device.type == "cuda":
+    num_pages = config.num_pages
+    if not num_pages:
+        num_bytes = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
+        if not config.kv_cache_memory_bytes and runner.options.device.type == "cuda":
             num_bytes = _gpu_cache_bytes(config, runner, limits)
-    return num_bytes // runner.page_bytes()
+        num_pages = num_bytes // runner.page_bytes()
+    if num_pages < 2:  # the first is never a sequence's
+        raise UsageError(
+            f"num_gpu_blocks_override={config.num_pages}, kv_cache_memory_bytes="
+            f"{config.kv_cache_memory_bytes}: {num_pages} KV pages hold no token; at least 2 of "
+            f"{runner.page_bytes()} bytes"
+        )
+    return num_pages
 
 
 def _gpu_cache_bytes(config: EngineConfig, runner: ModelRunner, limits: SchedulerLimits) -> int:
