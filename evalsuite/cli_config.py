@@ -8,6 +8,7 @@ that it reads the same in a terminal, a log and a pre-commit hook.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +117,7 @@ def new_config(asked: NewConfig, root: str | None = None) -> int:
         return EXIT_USAGE
     print_problems(problems, is_verbose=True)
     print(f"wrote {path} and added it to {list_path}")
+    print(f"try it: {shlex.join(['evalsuite', 'run', str(path), '--limit', '50'])}")
     return EXIT_OK
 
 

@@ -245,11 +245,7 @@ def _describe(prepared: Prepared) -> int:
 
 
 def _print_table(verdicts: Sequence[Verdict]) -> None:
-    from rich.console import Console
+    from evalsuite.report.terminal import print_verdicts
 
-    from evalsuite.report.terminal import LOG_WIDTH, print_verdicts
-
-    # A log is no narrow terminal: lines must not be cut down to 80 columns.
-    console = Console()
     if verdicts:
-        print_verdicts(verdicts, console if console.is_terminal else Console(width=LOG_WIDTH))
+        print_verdicts(verdicts)

@@ -33,11 +33,20 @@ class Problem:
 
     def __str__(self) -> str:
         """Render as `file:line: severity: key: message`, leaving out what is empty."""
-        place = (
-            f"{self.file}:{self.line}: " if self.line else (f"{self.file}: " if self.file else "")
-        )
-        key = f"{self.key}: " if self.key else ""
-        return f"{place}{self.severity}: {key}{self.message}"
+        return f"{self._place}{self.severity}: {self._text}"
+
+    def describe(self) -> str:
+        """The same without the severity, for a sentence that says it already."""
+        return f"{self._place}{self._text}"
+
+    @property
+    def _place(self) -> str:
+        line = f":{self.line}" if self.line else ""
+        return f"{self.file}{line}: " if self.file or line else ""
+
+    @property
+    def _text(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
 
 
 class ConfigError(EvalsuiteError):
@@ -59,12 +68,14 @@ class ServerError(EvalsuiteError):
         command: The argv, ready to be pasted into a shell, secrets masked.
         exit_code: Exit status of the server process, None while it lives.
         log_tail: The last lines (at most 40) of the log that matters, control bytes removed.
+        log_path: File of the whole log, "" where there is none.
     """
 
     reason: str
     command: str = ""
     exit_code: int | None = None
     log_tail: list[str] = field(default_factory=list)
+    log_path: str = ""
 
     def __str__(self) -> str:
         """Reason, exit code, command and log tail, in this order."""

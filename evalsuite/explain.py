@@ -21,7 +21,7 @@ from evalsuite.jobs import EvalJob, make_job
 from evalsuite.lists import hardware_file, suite_name
 from evalsuite.machine import Machine, skip_reason
 from evalsuite.masking import MASK, mask_command, mask_env
-from evalsuite.names import closest
+from evalsuite.names import suggestion
 from evalsuite.stats.proportion import binomial_se, normal_quantile
 from evalsuite.validate import survey
 
@@ -194,8 +194,7 @@ def find_jobs(
         if name in (path.stem, path.name, str(path), f"{suite}/{path.stem}")
     ]
     if not chosen:
-        near = closest(name, [path.stem for path, _, _ in places])
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = suggestion(name, [path.stem for path, _, _ in places])
         raise ConfigError(f"no config {name!r} in {', '.join(paths)}{hint}")
     files = dict.fromkeys(path.resolve() for path, _, _ in chosen)
     problems = [problem for file in files for problem in read.configs[file].problems]

@@ -19,6 +19,7 @@ from evalsuite.hardware import Hardware, Pool, load_hardware
 from evalsuite.layout import Layout, layout_of
 from evalsuite.lists import ConfigList, Entry, configs_root, hardware_file, resolve_lists
 from evalsuite.machine import Machine, skip_reason
+from evalsuite.names import suggestion
 
 __all__ = ["EvalJob", "JobSet", "Layout", "Selection", "load_jobs", "make_job"]
 
@@ -143,8 +144,9 @@ def _keep(jobs: list[EvalJob], only: Sequence[str]) -> list[EvalJob]:
     kept = [job for job in jobs if job.id in only or job.path.stem in only]
     for name in only:
         if not any(name in (job.id, job.path.stem) for job in jobs):
-            known = ", ".join(job.id for job in jobs) or "none"
-            raise ConfigError(f"no job {name!r} in the selection; jobs: {known}")
+            known = [job.id if "/" in name else job.path.stem for job in jobs]
+            hint = suggestion(name, known)
+            raise ConfigError(f"no job {name!r} in the selection{hint}")
     return kept
 
 

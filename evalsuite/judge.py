@@ -23,7 +23,7 @@ from evalsuite.gates.equal import equal_gate
 from evalsuite.gates.paired import PairedPlan, paired_gate, wants_repeat
 from evalsuite.jobs import EvalJob
 from evalsuite.ledger import LedgerRecord
-from evalsuite.remarks import remarks
+from evalsuite.remarks import not_right, remarks
 from evalsuite.stats.proportion import binomial_se, wilson_interval
 from evalsuite.verdict import Status, Verdict
 
@@ -88,7 +88,8 @@ def judge(
     if problem or result is None:
         return _error(verdict, problem, context, isinstance(context.error, ConfigError))
     if result.stopped.startswith(DECIDED):
-        return ended_verdict(verdict, result, floor_of(job))
+        ended = ended_verdict(verdict, result, floor_of(job))
+        return replace(ended, warnings=(*ended.warnings, *not_right(result, records)))
     outcome = ask_gate(job, result, baseline, records, context)
     if outcome.status is Status.ERROR:
         return _error(verdict, outcome.reason, context, outcome.is_config_fault)
@@ -101,9 +102,13 @@ def judge(
 
 
 def _error(verdict: Verdict, reason: str, context: RunContext, is_fault: bool) -> Verdict:
-    tail = tuple(context.error.log_tail) if isinstance(context.error, ServerError) else ()
     verdict = replace(verdict, status=Status.ERROR, reason=reason, is_config_fault=is_fault)
-    return replace(verdict, log_tail=tail or context.log_tail)
+    error = context.error
+    if not isinstance(error, ServerError):
+        return replace(verdict, log_tail=context.log_tail)
+    known = {"server_command": error.command, "server_log": error.log_path}
+    detail = {**verdict.detail, **{key: text for key, text in known.items() if text}}
+    return replace(verdict, log_tail=tuple(error.log_tail) or context.log_tail, detail=detail)
 
 
 def _undecided(
@@ -135,6 +140,8 @@ def _problem(
     job: EvalJob, result: EvalResult | None, evidence: BackendEvidence, error: Exception | None
 ) -> str:
     """Why there can be no verdict on accuracy, "" where there can."""
+    if isinstance(error, ConfigError):
+        return "ConfigError: " + "; ".join(problem.describe() for problem in error.problems)
     if error is not None:
         first_line = str(error).strip().split("\n", 1)[0]
         return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -72,6 +72,8 @@ def closest(value: str, valid: Iterable[str], cutoff: float = 0.55) -> str:
 
 # A longer list of names hides the message that it ends.
 SHOWN_NAMES = 12
+# Shorter parts are in too many names.
+_LEAST_PART = 3
 
 
 def suggestion(value: str, valid: Iterable[str]) -> str:
@@ -80,6 +82,10 @@ def suggestion(value: str, valid: Iterable[str]) -> str:
     near = closest(value, names)
     if near:
         return f"; did you mean {near!r}?"
+    # The beginning or the middle of long names is near none of them.
+    if len(value) >= _LEAST_PART and (longer := [n for n in names if _form(value) in _form(n)]):
+        one_of = "" if len(longer) == 1 else "one of "
+        return f"; did you mean {one_of}{', '.join(map(repr, longer[:SHOWN_NAMES]))}?"
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return f"; known: {', '.join(names[:SHOWN_NAMES]) or 'none'}{more}"
 

@@ -21,7 +21,9 @@ from evalsuite.errors import ConfigError, Problem
 from evalsuite.hardware import load_hardware
 from evalsuite.layout import layout_of
 from evalsuite.lists import hardware_file
+from evalsuite.names import suggestion
 from evalsuite.server_args import flag_values, split_shell
+from evalsuite.validate import refused_flags
 
 _LAYOUT = re.compile(r"(?P<kind>tp|dp|tep|dep)(?P<size>[1-9][0-9]{0,2})(?P<ep>-ep)?")
 _FILE_STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
@@ -85,7 +87,7 @@ def write_config(asked: NewConfig, root: Path) -> tuple[Path, Path, list[Problem
     parts = _LAYOUT.fullmatch(asked.layout.lower())
     faults = []
     if pool is None:
-        faults.append(f"--pool {asked.pool!r} is no pool; known: {', '.join(hardware.pools)}")
+        faults.append(f"--pool {asked.pool!r} is no pool{suggestion(asked.pool, hardware.pools)}")
     if parts is None:
         faults.append(f"--layout {asked.layout!r} is none of tp2, tp2-ep, dp2, dp2-ep (any size)")
     if faults or pool is None or parts is None:
@@ -159,6 +161,7 @@ def _check(text: str, path: Path, list_path: Path, pool_name: str, root: Path) -
     problems = list(loaded.problems)
     pool = load_hardware(hardware_file(root)).find(pool_name)
     if loaded.config is not None and pool is not None:
+        problems += refused_flags(loaded.config, loaded, path)
         line = loaded.lines["server_args"]
         problems += check_capacity(loaded.config, layout_of(loaded.config), pool, str(path), line)
     if path.exists():

@@ -14,15 +14,15 @@ import pytest
 
 from evalsuite.jobs import EvalJob
 from evalsuite.names import suggestion
+from evalsuite.report.text import follow_up
 from evalsuite.verdict import Verdict
 
 
 def explain(verdict: Verdict) -> str:
     """What a failed or errored test shows: reason, log, how to run it again."""
-    lines = [f"{verdict.status}: {verdict.reason}", *(f"  | {x}" for x in verdict.log_tail)]
-    if verdict.reproduce:
-        lines.append(f"reproduce: {verdict.reproduce}")
-    return "\n".join(lines)
+    head = f"{verdict.status}: {verdict.reason}"
+    tail = [f"  | {line}" for line in verdict.log_tail]
+    return "\n".join([head, *verdict.warnings, *tail, *follow_up(verdict)])
 
 
 def unmatched(keyword: str, jobs: Sequence[EvalJob]) -> str:

@@ -12,7 +12,7 @@ from evalsuite.baseline import BaselinePair
 from evalsuite.config import Calibration, EvalConfig
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.ledger import LedgerRecord
-from evalsuite.verdict import Verdict
+from evalsuite.verdict import Status, Verdict
 
 # A tolerance of more standard errors than this hides real losses: at 4, a build that lost the
 # whole tolerance fails only half the time and an unchanged one fails once in 30,000.
@@ -21,6 +21,8 @@ WIDE_TOLERANCE_SE = 4.0
 RIGHT_READING = "numeric"
 # Questions named one by one in a remark; the ledger has them all.
 MAX_NAMED = 10
+# Characters of a reply in a remark; its end holds the number.
+SHOWN_REPLY = 80
 
 
 def remarks(
@@ -33,7 +35,10 @@ def remarks(
     result = verdict.result
     if result is None:
         return ()
-    found = [*_answers(result, config, records), *_noise(verdict, result, config)]
+    found = _answers(result, config, records)
+    if verdict.status is Status.FAIL:
+        found += not_right(result, records)
+    found += _noise(verdict, result, config)
     if verdict.evidence.ignored_switches:
         found.append("the server ignored: " + ", ".join(verdict.evidence.ignored_switches))
     if baseline is not None and verdict.gate in ("paired", "equal"):
@@ -43,6 +48,24 @@ def remarks(
             if reference.hardware and verdict.hardware and reference.hardware != verdict.hardware
         ]
     return tuple(found)
+
+
+def not_right(result: EvalResult, records: Sequence[LedgerRecord]) -> list[str]:
+    """What the answers of a FAIL look like: another number or none, and the first of them."""
+    asked = [record for record in records if record.repeat == 0 and record.is_answered]
+    missed = [record for record in asked if record.scores.get(result.metric) != "correct"]
+    if not missed:
+        return []
+    first = min(missed, key=lambda record: record.index)
+    silent = sum(record.scores.get(result.metric) == "no_answer" for record in missed)
+    reply = " ".join((first.text or "").split())
+    end = reply if len(reply) <= SHOWN_REPLY else f"...{reply[-SHOWN_REPLY:]}"
+    value = first.extracted.get(result.metric) or "no number"
+    counted = f"{len(missed) - silent} with another number, {silent} without one"
+    return [
+        f"{len(missed)} of {len(asked)} replies are not right: {counted}; the first, question "
+        f"{first.index}, wants {first.target} and has {value} in {end!r}"
+    ]
 
 
 def _answers(result: EvalResult, config: EvalConfig, records: Sequence[LedgerRecord]) -> list[str]:

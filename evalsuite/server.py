@@ -103,11 +103,16 @@ class RunningServer:
     def died(self, phase: str) -> ServerError:
         """The error that says how it ended."""
         code = self.leash.exit_code if self.leash else None
+        return self.fault(f"{phase}: the server process ended{describe_exit(code)}", code)
+
+    def fault(self, reason: str, exit_code: int | None = None) -> ServerError:
+        """An error with everything that is known of this server."""
         return ServerError(
-            f"{phase}: the server process ended{describe_exit(code)}",
+            reason,
             command=self.command,
-            exit_code=code,
+            exit_code=exit_code,
             log_tail=self.log_tail(),
+            log_path=str(self.log_path or ""),
         )
 
     def stop(self) -> None:
@@ -122,11 +127,8 @@ class RunningServer:
         if self.log_path is not None:
             mask_file(self.log_path, self.secrets)
         if self.leash.survivors:
-            raise ServerError(
-                f"stop: processes {', '.join(map(str, self.leash.survivors))} survived KILL",
-                command=self.command,
-                log_tail=self.log_tail(),
-            )
+            survivors = ", ".join(map(str, self.leash.survivors))
+            raise self.fault(f"stop: processes {survivors} survived KILL")
         if self.memory is not None and (held := self.memory.wait_free(self.on_wait)):
             raise ServerError(f"stop: {held}", command=self.command)
 
@@ -255,18 +257,14 @@ def _wait_ready(server: RunningServer, port: int, port_file: Path, settings: Sta
                 server.startup_s = time.monotonic() - started
                 return
             if seen.state in ("foreign", "wrong_model"):
-                raise ServerError(
-                    f"start: {seen.detail}", command=server.command, log_tail=server.log_tail()
-                )
+                raise server.fault(f"start: {seen.detail}")
         waited_s = time.monotonic() - started
         if settings.on_wait is not None:
             settings.on_wait(waited_s, watch.describe())
         if waited_s >= settings.startup_limit_s:
-            raise ServerError(
+            raise server.fault(
                 f"ready: not ready within startup_max_wait_seconds "
-                f"{settings.startup_limit_s:g}: {detail}; {watch.describe()}",
-                command=server.command,
-                log_tail=server.log_tail(),
+                f"{settings.startup_limit_s:g}: {detail}; {watch.describe()}"
             )
 
 

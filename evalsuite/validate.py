@@ -164,7 +164,7 @@ class _Surveyor:
         self.result.configs[key] = loaded
         self.result.problems += loaded.problems
         if loaded.config is not None:
-            self.result.problems += _refused_flags(loaded.config, loaded, path)
+            self.result.problems += refused_flags(loaded.config, loaded, path)
             self.result.problems += _refused_settings(loaded.config, loaded, path)
         if self.is_strict and loaded.config is not None and not loaded.config.provenance:
             line = loaded.lines.get("accuracy_threshold", 1)
@@ -173,7 +173,7 @@ class _Surveyor:
         return loaded
 
 
-def _refused_flags(config: EvalConfig, loaded: LoadedConfig, path: Path) -> list[Problem]:
+def refused_flags(config: EvalConfig, loaded: LoadedConfig, path: Path) -> list[Problem]:
     """Flags that the engine cannot take; an external server has none of ours."""
     if config.engine == "external":
         return []

@@ -12,7 +12,7 @@ from evalsuite.client import Reply, RequestFailure
 from evalsuite.config import EvalConfig
 from evalsuite.evaluators.base import EvaluationRequest
 from evalsuite.ledger import LedgerHead, LedgerRecord, Status
-from evalsuite.masking import mask_command
+from evalsuite.masking import mask_command, secret_values
 from evalsuite.tasks.base import Task, score_all
 
 _FAILURE_STATUS: dict[str, Status] = {
@@ -121,4 +121,5 @@ def _server(config: EvalConfig) -> str:
     """Engine, environment and arguments; one that somebody else started has none of the file's."""
     if config.engine == "external":
         return config.engine
-    return mask_command((config.engine, *config.server_args), dict(sorted(config.env.items())))
+    env = dict(sorted(config.env.items()))
+    return mask_command((config.engine, *config.server_args), env, secret_values(env))

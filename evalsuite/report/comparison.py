@@ -17,6 +17,7 @@ from evalsuite.compare import Comparison, Pair, scores
 from evalsuite.report import svg
 from evalsuite.report.html import MAX_FLIPS, environment, style_sheet
 from evalsuite.report.markdown import cell, fenced, table
+from evalsuite.report.terminal import screen
 from evalsuite.report.text import visible
 
 # lm-eval's columns, one row per contender and filter.
@@ -102,7 +103,7 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
 
 def print_comparison(comparisons: Sequence[Comparison], console: Console | None = None) -> None:
     """Print both tables and the first flips of each pair, the two replies side by side."""
-    console = console or Console()
+    console = console or screen()
     for comparison in comparisons:
         console.print(Text(visible(comparison.title), style="bold"))
         names = letters(comparison)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from evalsuite.files import write_text
 from evalsuite.ledger import LedgerRecord
-from evalsuite.report.text import visible
+from evalsuite.report.text import follow_up, visible
 from evalsuite.verdict import Status, Verdict
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def _body(verdict: Verdict) -> str:
     parts = [verdict.reason]
     if verdict.log_tail:
         parts.append("server log:\n" + "\n".join(verdict.log_tail))
-    if verdict.reproduce:
-        parts.append(f"reproduce: {verdict.reproduce}")
+    if lines := follow_up(verdict):
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 

@@ -14,6 +14,7 @@ from evalsuite.report.text import (
     accuracy_cell,
     asked_cell,
     backend_cell,
+    follow_up,
     interval_cell,
     points,
     rate,
@@ -104,8 +105,8 @@ def render(verdicts: Sequence[Verdict], meta: RunMeta) -> str:
         lines += [f"- {cell(warning)}" for warning in verdict.warnings]
         if verdict.log_tail:
             lines.append(fenced("\n".join(verdict.log_tail)))
-        if verdict.reproduce and verdict.status is not Status.PASS:
-            lines.append(fenced(verdict.reproduce))
+        if following := follow_up(verdict):
+            lines.append(fenced("\n".join(following)))
         parts.append("\n\n".join(lines))
     if meta.command:
         parts.append(f"Run {cell(meta.run_id)}:\n\n{fenced(meta.command)}")

@@ -19,6 +19,7 @@ from evalsuite.report.text import (
     accuracy_cell,
     asked_cell,
     backend_cell,
+    follow_up,
     interval_cell,
     margin_cell,
     points,
@@ -118,9 +119,15 @@ def _short_lines(verdict: Verdict) -> list[Text]:
     return lines
 
 
+def screen() -> Console:
+    """The terminal; a log is no narrow one, and its lines must not be cut down to 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=LOG_WIDTH)
+
+
 def print_verdicts(verdicts: Sequence[Verdict], console: Console | None = None) -> None:
     """Print the table, then reasons of what did not pass, remarks and log tails."""
-    console = console or Console()
+    console = console or screen()
     table = _fitting_table(verdicts, console)
     if table is not None:
         console.print(table)
@@ -132,7 +139,8 @@ def print_verdicts(verdicts: Sequence[Verdict], console: Console | None = None) 
             console.print(Text(f"{verdict.job_id}: {verdict.status}: {visible(verdict.reason)}"))
             for line in verdict.log_tail:
                 console.print(Text(f"  | {visible(line)}"))
-            if verdict.reproduce:
-                console.print(Text(f"  reproduce: {visible(verdict.reproduce)}"))
+            for line in follow_up(verdict):
+                # Not folded: it is to be copied.
+                console.print(Text(f"  {line}"), soft_wrap=True)
         for warning in verdict.warnings:
             console.print(Text(f"{verdict.job_id}: note: {visible(warning)}", style="dim"))

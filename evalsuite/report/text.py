@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from evalsuite.verdict import Verdict
+from evalsuite.verdict import Status, Verdict
 
 # XML 1.0 allows only these below the surrogates; everything else is shown as #xNN, the form
 # that pytest's own JUnit writer uses.
@@ -34,6 +34,19 @@ def rate(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{100 * value:.3g} %" if value >= 1e-4 else ("0" if value == 0 else f"{value:.0e}")
+
+
+def follow_up(verdict: Verdict) -> list[str]:
+    """What the next step needs: the server's command and log, and how to run the job again."""
+    if verdict.status is Status.PASS:
+        return []
+    detail = verdict.detail
+    places = {
+        "server command": detail.get("server_command"),
+        "server log": detail.get("server_log"),
+        "reproduce": verdict.reproduce,
+    }
+    return [f"{name}: {visible(str(text))}" for name, text in places.items() if text]
 
 
 def accuracy_cell(verdict: Verdict) -> str:

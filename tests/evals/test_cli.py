@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -48,6 +49,11 @@ def test_pass_fail_and_error_have_their_exit_codes(suite: Suite) -> None:
     error = suite.run(*RUN, "broken")
     assert error.returncode == 75
     assert "| no weights" in error.stdout
+    # The next two steps: start that server by hand, read all of its log.
+    (command,) = re.findall(r"^  server command: (.*)$", error.stdout, re.MULTILINE)
+    assert " stub --exit-code 3 --say 'no weights' " in command
+    (log,) = re.findall(r"^  server log: (.*)$", error.stdout, re.MULTILINE)
+    assert (suite.folder / log).read_text() == "no weights\n"
     suite.add("wrong")
     # A low score beats an error beside it.
     assert suite.run(*RUN, "wrong", "broken").returncode == 1

@@ -87,6 +87,15 @@ def test_html_and_terminal(comparisons: list[Comparison]) -> None:
     assert "first 5 of 14 flips" in stream.getvalue()
 
 
+def test_a_log_is_no_narrow_terminal(
+    comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_comparison(comparisons)
+    told = capsys.readouterr().out
+    assert "p (two-sided)" in told
+    assert "paired SE" in told
+
+
 def test_other_prompts_are_refused(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", set(range(180)))
     b = write_run(tmp_path / "b", set(range(180)), prompt_hash="feed")

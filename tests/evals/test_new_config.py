@@ -98,7 +98,9 @@ class TestNew:
     @pytest.mark.parametrize(
         ("change", "part"),
         [
-            ({"pool": "h20"}, "is no pool"),
+            ({"pool": "h1000"}, "is no pool; did you mean 'h100'?"),
+            ({"backend": "tritn"}, "no MoE backend 'tritn'; did you mean 'triton'?"),
+            ({"extra_args": "--max-modl-len 5"}, "did you mean --max-model-len?"),
             ({"layout": "xp2"}, "is none of"),
             ({"threshold": 88.0}, "write 0.88"),
             ({"threshold": float("nan")}, "error"),

@@ -95,6 +95,18 @@ def test_columns_leave_a_narrow_terminal_in_order_of_weight() -> None:
     assert all("accuracy" in head and "ran" in head for head in heads.values())
 
 
+@pytest.mark.parametrize("width", [200, 60])
+def test_what_is_to_be_copied_is_not_folded(width: int) -> None:
+    command = "A=1 python -m moeserve " + " ".join(f"--option-{i} value" for i in range(30))
+    detail: dict[str, object] = {"server_command": command, "server_log": "results/r/001.log"}
+    dead = Verdict("s/j", Status.ERROR, "it died", detail=detail, reproduce="evalsuite run x")
+    assert printed([dead], width)[-3:] == [
+        f"  server command: {command}",
+        "  server log: results/r/001.log",
+        "  reproduce: evalsuite run x",
+    ]
+
+
 def test_short_lines_without_an_accuracy() -> None:
     skip = Verdict("suite/far", Status.SKIP, "needs 2 B200")
     text = "\n".join(printed([skip], 20))

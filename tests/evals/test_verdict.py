@@ -12,7 +12,7 @@ from verdict_helpers import make_job, make_record, make_result
 
 from evalsuite.baseline import Answer, Baseline, BaselinePair, identity_of
 from evalsuite.config import Calibration, ExpectBackend, Gate
-from evalsuite.errors import ConfigError, EvalError, ServerError
+from evalsuite.errors import ConfigError, EvalError, Problem, ServerError
 from evalsuite.evaluators.base import EvalResult
 from evalsuite.evidence import BackendEvidence
 from evalsuite.family import hold_family_rate
@@ -175,6 +175,33 @@ def test_truncation_stands_beside_the_accuracy_and_apart_from_wrong() -> None:
         "20 of 20 replies (100.0%) were cut by max_tokens 256; 19 of them hold no answer "
         "because they were cut"
     )
+
+
+def test_a_fail_shows_what_its_replies_look_like() -> None:
+    broken = "so it is " + "no word " * 20
+    records = [
+        make_record(0, "The answer is 18.", right=True),
+        make_record(1, broken, right=False, scores={"numeric": "no_answer"}),
+        make_record(2, "The\nanswer is 17.", right=False),
+    ]
+    job = make_job(num_questions=3)
+    verdict = judge(job, make_result(1, 3, num_no_answer=1), NOTHING, records=records)
+    assert verdict.status is Status.FAIL
+    (said,) = [text for text in verdict.warnings if "are not right" in text]
+    assert said.startswith(
+        "2 of 3 replies are not right: 1 with another number, 1 without one; the first, question "
+        f"1, wants {records[1].target} and has no number in '... no word no word"
+    )
+    # A pass needs no explanation.
+    good = judge(job, make_result(3, 3), NOTHING, records=records)
+    assert good.status is Status.PASS
+    assert not any("are not right" in text for text in good.warnings)
+
+
+def test_what_the_server_refused_is_said_once_and_without_a_severity() -> None:
+    error = ConfigError(Problem("error", "it refuses every request", "x.yaml", 3, "model_name"))
+    verdict = judge(make_job(), None, NOTHING, context=RunContext(error=error))
+    assert verdict.reason == "ConfigError: x.yaml:3: model_name: it refuses every request"
 
 
 def test_other_remarks() -> None:
