@@ -50,7 +50,7 @@ class BackendEvidence:
         logged: Backend the server reports (`/v1/backends`, or its log line).
         executed: Backend whose kernels a profiler saw on every rank.
         ignored_switches: Flags or variables that the server logged as unknown or unused.
-        detail: Reasons, kernel names with launch counts, log lines.
+        detail: Kernel names with launch counts, log lines; "why": the server's reason.
     """
 
     declared: str = ""
@@ -63,6 +63,12 @@ class BackendEvidence:
     def observed(self) -> str:
         """The strongest observation there is, "" if none."""
         return self.executed or self.logged
+
+    @property
+    def why(self) -> str:
+        """The server's own reason for its choice, as the end of a message; "" if it gave none."""
+        why = self.detail.get("why")
+        return f"; {why}" if why else ""
 
     def describe(self) -> str:
         """Render the three levels and the ignored switches in one line."""
@@ -86,7 +92,7 @@ def contradiction(evidence: BackendEvidence, expected: ExpectBackend | None) -> 
             if declared and seen and seen != declared:
                 return (
                     f"backend {evidence.declared!r} was declared and {level} is "
-                    f"{getattr(evidence, level)!r} ({evidence.describe()})"
+                    f"{getattr(evidence, level)!r} ({evidence.describe()}){evidence.why}"
                 )
         return ""
     wanted = canonical_backend(expected.name)
@@ -95,7 +101,7 @@ def contradiction(evidence: BackendEvidence, expected: ExpectBackend | None) -> 
         if seen and seen != wanted:
             return (
                 f"expect_backend names {expected.name!r} and {level} is "
-                f"{getattr(evidence, level)!r} ({evidence.describe()})"
+                f"{getattr(evidence, level)!r} ({evidence.describe()}){evidence.why}"
             )
     if evidence.ignored_switches:
         return f"the server ignored switches of this config ({evidence.describe()})"

@@ -108,6 +108,7 @@ class Moeserve:
         if body is not None:
             detail["backends"] = body
             logged = chosen_backend(body)
+            detail["why"] = why_chosen(body, expected.name if expected else "")
         if expected is not None and expected.level == "executed":
             seen = ask("/v1/evidence", _PROFILE_TIMEOUT_S)
             if seen is not None:
@@ -203,6 +204,18 @@ def chosen_backend(body: Any) -> str:
     names.discard("")
     # Layer groups served by different backends have no one name.
     return names.pop() if len(names) == 1 else "+".join(sorted(names))
+
+
+def why_chosen(body: Any, expected: str) -> str:
+    """The server's reason for its choice, and for its refusal of the expected backend."""
+    moe = body.get("moe") if isinstance(body, dict) else None
+    if not isinstance(moe, dict) or not isinstance(refused := moe.get("rejected", {}), dict):
+        return ""
+    found = [f"{moe.get('requested')} was asked of the server: {moe.get('reason')}"]
+    for name, reason in refused.items():
+        if canonical_backend(name) == canonical_backend(expected):
+            found.append(f"{name} was refused: {reason}")
+    return "; ".join(found)
 
 
 ENGINE = Moeserve()

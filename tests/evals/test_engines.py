@@ -12,6 +12,7 @@ from evalsuite.config import EvalConfig
 from evalsuite.engines import declared, kernels_seen, moeserve, vllm
 from evalsuite.engines.external import External
 from evalsuite.errors import ConfigError
+from evalsuite.evidence import BackendEvidence, contradiction
 from evalsuite.hardware import Pool
 from evalsuite.jobs import EvalJob, make_job
 from moeserve.tiny import MODEL_NAME, model_dir
@@ -20,14 +21,16 @@ B200 = Pool("b200", "sm100", 8, 180.0, "nvidia", {}, 60)
 H100 = Pool("h100", "sm90", 8, 80.0, "nvidia", {}, 60)
 
 
+BARE = {
+    "model_name": "org/model",
+    "accuracy_threshold": 0.9,
+    "num_questions": 100,
+    "num_fewshot": 5,
+}
+
+
 def job(pool: Pool | None = None, **keys: object) -> EvalJob:
-    values = {
-        "model_name": "org/model",
-        "accuracy_threshold": 0.9,
-        "num_questions": 100,
-        "num_fewshot": 5,
-        **keys,
-    }
+    values = {**BARE, **keys}
     return make_job(Path("configs/suite/name.yaml"), EvalConfig.model_validate(values), pool)
 
 
@@ -281,6 +284,26 @@ def test_external_needs_its_url_and_starts_nothing() -> None:
 )
 def test_moeserve_logged_backend(body: object, name: str) -> None:
     assert moeserve.chosen_backend(body) == name
+
+
+def test_the_servers_reasons_are_in_the_message_about_another_backend() -> None:
+    moe = {
+        "backend": "triton",
+        "requested": "auto",
+        "reason": "first supported on cuda-sm90 (any layer)",
+        "rejected": {"flashinfer_trtllm": "it has kernels for SM100 only"},
+    }
+    expected = EvalConfig.model_validate(
+        {**BARE, "expect_backend": "fi_trtllm"},
+    ).expect_backend
+    why = moeserve.why_chosen({"moe": moe}, "fi_trtllm")
+    found = BackendEvidence("flashinfer_trtllm", "triton", detail={"why": why})
+    assert contradiction(found, expected).endswith(
+        "; auto was asked of the server: first supported on cuda-sm90 (any layer); "
+        "flashinfer_trtllm was refused: it has kernels for SM100 only"
+    )
+    assert moeserve.why_chosen({"moe": [moe]}, "triton") == ""
+    assert moeserve.why_chosen({"error": "not found"}, "triton") == ""
 
 
 def evidence(prefill: dict[str, int], decode: dict[str, int], ranks: int = 1) -> dict[str, object]:
