@@ -190,6 +190,10 @@ def test_stream_of_many_choices_with_usage(url: str) -> None:
     running = {"continuous_usage_stats": True}
     events = events_of(post(url, prompt="a", stream=True, stream_options=running))
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
+    events = events_of(post(url, prompt="ab", echo=True, stream=True, stream_options=running))
+    assert events[0]["choices"][0]["text"] == "ab"
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 4]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {2}
 
 
 def test_characters_over_tokens_in_a_stream() -> None:

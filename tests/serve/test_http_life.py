@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fake_engine import INFO, FakeEngine, config_for_tests, live_server, service_for
 from http_helpers import ANSWER, TOKENIZER, events_of, post
+from prometheus_client.parser import text_string_to_metric_families
 from run_helpers import wait_until
 
 from moeserve.engine.client import EngineStats
@@ -99,6 +100,49 @@ def test_metrics_have_the_names_that_are_scraped(url: str) -> None:
     assert "vllm:prefix_cache_hits_total" in text
 
 
+def figure(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(name + "{"))
+
+
+def test_tokens_are_counted_as_they_are_made_and_once() -> None:
+    engine = FakeEngine(respond=lambda request: [65] * 4000, step_s=0.002)
+    with live_server(service_for(engine, TOKENIZER)) as url:
+        body = {"prompt": "abc", "max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+            parts = reply.iter_raw()  # kept: dropping it would close the connection
+            next(parts)
+            # It has not ended, and never will: its client goes away.
+            wait_until(lambda: figure(url, "vllm:generation_tokens_total") > 10)
+            assert figure(url, "vllm:prompt_tokens_total") == 3
+            assert figure(url, "vllm:e2e_request_latency_seconds_count") == 0
+        wait_until(lambda: len(engine.aborted) == 1)
+        made = figure(url, "vllm:generation_tokens_total")
+        used = post(url, prompt="abcd", max_tokens=7, n=2).json()["usage"]
+        assert figure(url, "vllm:generation_tokens_total") - made == used["completion_tokens"] == 14
+        assert figure(url, "vllm:prompt_tokens_total") == 3 + 2 * 4  # read by each candidate
+        post(url, prompt="abcde", max_tokens=0, echo=True)  # no token at all
+        assert figure(url, "vllm:prompt_tokens_total") == 16
+
+
+def test_figures_are_explained_and_parse(url: str) -> None:
+    post(url, prompt="abc")
+    families = list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+    assert len({family.name for family in families}) == len(families) > 20
+    for family in families:
+        assert family.documentation.endswith(".")
+        assert "_" not in family.documentation
+
+
+def test_probes_may_ask_for_the_head_alone(url: str) -> None:
+    for path in ("/health", "/ping", "/v1/models", "/v1/models/fake", "/metrics"):
+        head, whole = httpx.head(url + path), httpx.get(url + path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert httpx.head(f"{url}/v1/completions").headers["allow"] == "POST"
+    assert httpx.put(f"{url}/health").headers["allow"] == "GET"
+
+
 def test_api_key_guards_the_api_and_leaves_probes_open() -> None:
     config = config_for_tests(api_keys=("right", "other"))
     with live_server(service_for(FakeEngine(), TOKENIZER, config)) as url:
@@ -129,6 +173,7 @@ def test_queue_full_is_429_with_retry_after_and_room_comes_back() -> None:
 def test_models_tokens_and_other_short_routes(url: str) -> None:
     assert httpx.get(f"{url}/v1/models/fake").json()["id"] == "fake"
     assert httpx.get(f"{url}/v1/models/nope").status_code == 404
+    assert httpx.get(f"{url}/v1/models/").json() == httpx.get(f"{url}/v1/models").json()
     assert post(url, prompt="a", model="nope").json()["error"]["code"] == "model_not_found"
     got = httpx.post(f"{url}/tokenize", json={"prompt": "hé", "return_token_strs": True}).json()
     assert got["tokens"] == [104, 195, 169]

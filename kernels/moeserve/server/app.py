@@ -48,6 +48,8 @@ def build_app(service: Service) -> App:
             operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_')}",
             openapi_extra=_schema(path, body),
         )
+        if method == "GET":  # for probes: the same without its body, which uvicorn leaves out
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
     route("/v1/completions", "POST", generate.completions, CompletionBody)
     route("/v1/chat/completions", "POST", generate.chat_completions, ChatBody)
@@ -164,8 +166,10 @@ async def _models(_: Request, service: Service) -> Response:
 
 
 async def _model(request: Request, service: Service) -> Response:
-    name = service.check_model(request.path_params["name"])
-    return JSONResponse(_card(name, service))
+    given = request.path_params["name"]
+    if not given:  # `/v1/models/`: clients that put a slash at the end of every address
+        return await _models(request, service)
+    return JSONResponse(_card(service.check_model(given), service))
 
 
 async def _backends(_: Request, service: Service) -> Response:

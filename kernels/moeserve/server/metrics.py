@@ -44,13 +44,29 @@ _COUNTERS = (
     ("moeserve:nan_rows", "Router rows with a NaN.", "nan_rows"),
     ("moeserve:steps", "Engine steps.", "num_steps"),
 )
+# (attribute, name, help, bounds)
+_HISTOGRAMS = (
+    ("first", "vllm:time_to_first_token_seconds", "From arrival to the first token.",
+     _FIRST_TOKEN_S),
+    ("inter", "vllm:inter_token_latency_seconds", "From one token of a sequence to the next.",
+     _TOKEN_S),
+    ("per_output", "vllm:time_per_output_token_seconds", "The same, by its earlier name.",
+     _TOKEN_S),
+    ("whole", "vllm:e2e_request_latency_seconds", "From arrival to the end of a sequence.",
+     _REQUEST_S),
+    ("prompt_lengths", "vllm:request_prompt_tokens", "Prompt tokens of sequences that ended.",
+     _LENGTHS),
+    ("output_lengths", "vllm:request_generation_tokens", "Tokens made by sequences that ended.",
+     _LENGTHS),
+)  # fmt: skip
 
 
 class _Histogram:
     """Counts by bucket for one thread: the library's, with its locks, costs more than a token."""
 
-    def __init__(self, name: str, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
+        self._text = text
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -62,7 +78,7 @@ class _Histogram:
     def family(self, model_name: str) -> Metric:
         labels = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(labels, accumulate(self._counts), strict=True))
-        family = HistogramMetricFamily(self._name, self._name, labels=["model_name"])
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         family.add_metric([model_name], buckets, self._sum)
         return family
 
@@ -84,36 +100,37 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=self._registry)
 
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.").labels(model_name)
-        self._output_tokens = counter("vllm:generation_tokens", "Tokens made.").labels(model_name)
+        # Counted as they are made, not when a sequence ends: of a long answer, or of one that
+        # nobody waited for, they would come late or never.
+        self._num_prompt_tokens = self._num_output_tokens = 0
         self._success = counter("vllm:request_success", "Sequences ended.", "finished_reason")
         self._failures = counter("moeserve:request_failure", "Requests that failed.", "status")
         self._disconnects = counter("moeserve:client_disconnects", "Clients gone.").labels(
             model_name
         )
-        self._first = _Histogram("vllm:time_to_first_token_seconds", _FIRST_TOKEN_S)
-        self._inter = _Histogram("vllm:inter_token_latency_seconds", _TOKEN_S)
-        self._per_output = _Histogram("vllm:time_per_output_token_seconds", _TOKEN_S)
-        self._whole = _Histogram("vllm:e2e_request_latency_seconds", _REQUEST_S)
-        self._prompt_lengths = _Histogram("vllm:request_prompt_tokens", _LENGTHS)
-        self._output_lengths = _Histogram("vllm:request_generation_tokens", _LENGTHS)
+        self._histograms = {
+            key: _Histogram(name, text, bounds) for key, name, text, bounds in _HISTOGRAMS
+        }
 
-    def first_token(self, seconds: float) -> None:
-        """Count the time to a first token."""
-        self._first.observe(seconds)
+    def first_token(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Count a prompt that was read, and the time to the first token."""
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_output_tokens += num_tokens
+        self._histograms["first"].observe(seconds)
 
-    def next_tokens(self, seconds: float, num_tokens: int) -> None:
+    def next_tokens(self, num_tokens: int, seconds: float) -> None:
         """Count the time between two events of a sequence, shared by its tokens."""
-        self._inter.observe(seconds / num_tokens, num_tokens)
-        self._per_output.observe(seconds / num_tokens, num_tokens)
+        self._num_output_tokens += num_tokens
+        self._histograms["inter"].observe(seconds / num_tokens, num_tokens)
+        self._histograms["per_output"].observe(seconds / num_tokens, num_tokens)
 
     def finished(self, choice: Choice, seconds: float) -> None:
         """Count a sequence that ended."""
-        self._whole.observe(seconds)
-        self._prompt_tokens.inc(len(choice.prompt.ids))
-        self._output_tokens.inc(choice.num_tokens)
-        self._prompt_lengths.observe(len(choice.prompt.ids))
-        self._output_lengths.observe(choice.num_tokens)
+        if not choice.num_tokens:  # it was asked for its prompt alone
+            self._num_prompt_tokens += len(choice.prompt.ids)
+        self._histograms["whole"].observe(seconds)
+        self._histograms["prompt_lengths"].observe(len(choice.prompt.ids))
+        self._histograms["output_lengths"].observe(choice.num_tokens)
         self._success.labels(self._model_name, choice.finish_reason or "").inc()
 
     def failed(self, status: int) -> None:
@@ -131,18 +148,14 @@ class Metrics:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], float(getattr(stats, field)))
             yield gauge
-        for name, text, field in _COUNTERS:
+        counted = [(name, text, getattr(stats, field)) for name, text, field in _COUNTERS]
+        counted.append(("vllm:prompt_tokens", "Prompt tokens read.", self._num_prompt_tokens))
+        counted.append(("vllm:generation_tokens", "Tokens made.", self._num_output_tokens))
+        for name, text, value in counted:
             family = CounterMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self._model_name], float(getattr(stats, field)))
+            family.add_metric([self._model_name], float(value))
             yield family
-        for histogram in (
-            self._first,
-            self._inter,
-            self._per_output,
-            self._whole,
-            self._prompt_lengths,
-            self._output_lengths,
-        ):
+        for histogram in self._histograms.values():
             yield histogram.family(self._model_name)
 
     def text(self) -> bytes:

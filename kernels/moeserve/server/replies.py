@@ -162,7 +162,9 @@ class Reply:
         shown["finish_reason"] = None
         if self.job.returns_token_ids:
             shown["prompt_token_ids"] = list(choice.prompt.ids)
-        return self._event([shown], None)
+        return self._event(
+            [shown], usage([choice], self.job) if self.job.has_running_usage else None
+        )
 
     def usage_chunk(self, choices: list[Choice]) -> str:
         """Return the last chunk of a stream with `include_usage`."""

@@ -32,10 +32,11 @@ async def run_choice(
             delta = choice.take(event)
             now = perf_counter()
             if delta.token_ids:
+                num_tokens = len(delta.token_ids)
                 if is_first:
-                    observer.first_token(now - start)
+                    observer.first_token(len(choice.prompt.ids), num_tokens, now - start)
                 else:
-                    observer.next_tokens(now - last, len(delta.token_ids))
+                    observer.next_tokens(num_tokens, now - last)
                 is_first, last = False, now
             if delta.finish_reason is not None:
                 # Counted before the caller sees the end: it may not come back for more.

@@ -34,11 +34,11 @@ class EngineFailedError(MoeserveError):
 class Observer(Protocol):
     """Receives the timings of sequences; `metrics.py` is one."""
 
-    def first_token(self, seconds: float) -> None:
-        """Time from arrival to the first token."""
+    def first_token(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
+        """The first tokens came; time from arrival."""
 
-    def next_tokens(self, seconds: float, num_tokens: int) -> None:
-        """Time since the last tokens, and how many came."""
+    def next_tokens(self, num_tokens: int, seconds: float) -> None:
+        """More tokens came; time since the last ones."""
 
     def finished(self, choice: Choice, seconds: float) -> None:
         """A sequence ended."""
