@@ -208,6 +208,7 @@ class Backend(ABC):
             weights.w13[expert].view(-1).copy_(new13.reshape(-1))
             weights.w2[expert].view(-1).copy_(new2.reshape(-1))
             shapes = new13.shape, new2.shape
+            del new13, new2  # or they would live beside the next expert's
         if shapes is None:  # a rank without experts
             return replace(weights, layout=self.layout)
         count = weights.w13.shape[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from moeserve.moe.backends.base import Backend, Routed, Traits, Unrouted
-from moeserve.moe.backends.flashinfer_cutlass import swap_halves
 from moeserve.moe.backends.optional import library_reason
 from moeserve.moe.routing import sanitise
 from moeserve.moe.spec import MoESpec, MoEWeights, RoutingSpec
@@ -74,10 +73,9 @@ class FlashInferTrtllm(Backend):
         Returns:
             w13 [H/64, 2I, 64] and w2 [I/64, H, 64] for BF16.
         """
-        swapped = swap_halves(w13, w2)
-        half = swapped.shape[0] // 2
-        interleaved = swapped.view(2, half, -1).transpose(0, 1).reshape(swapped.shape)
-        return to_block_major(interleaved), to_block_major(w2)
+        gate, up = w13.chunk(2)
+        # No name for the pairs: they must not live beside the copy of w2.
+        return to_block_major(torch.stack((up, gate), dim=1).view(w13.shape)), to_block_major(w2)
 
     def apply(
         self,
@@ -159,9 +157,9 @@ def to_block_major(weight: torch.Tensor) -> torch.Tensor:
     up 8 rows apart, where the threads of the transposed product's epilogue hold them.
     """
     rows, width = weight.shape
-    shuffled = weight.view(rows // SHUFFLE_ROWS, 8, 4, width).transpose(1, 2)
     block = BLOCK_K_BYTES // weight.element_size()
-    return shuffled.reshape(rows, width // block, block).transpose(0, 1)
+    cut = weight.view(rows // SHUFFLE_ROWS, 8, 4, width // block, block)
+    return cut.permute(3, 0, 2, 1, 4).reshape(width // block, rows, block)  # the only copy
 
 
 BACKEND = FlashInferTrtllm()
