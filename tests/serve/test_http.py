@@ -66,6 +66,23 @@ def test_stop_string_split_over_tokens_streamed_and_not() -> None:
         wait_until(lambda: len(engine.aborted) == 2)
 
 
+def test_what_ends_a_sequence_is_kept_in_the_text_where_asked(url: str) -> None:
+    kept = {"include_stop_str_in_output": True}
+    by_id = {"prompt": "q", "stop_token_ids": [EOS + 2], "logprobs": 0}
+    plain = post(url, **by_id).json()["choices"][0]
+    whole = post(url, **by_id, **kept).json()["choices"][0]
+    assert (plain["text"], whole["text"]) == ("Ans", "Answer 18\nQue")
+    for name in ("tokens", "text_offset", "token_logprobs"):
+        assert whole["logprobs"][name] == plain["logprobs"][name]
+    events = events_of(post(url, **by_id, **kept, stream=True))
+    assert texts(events, 0) == whole["text"]
+    # End of text is special, and shows only where special tokens do.
+    assert post(url, prompt="q", **kept).json()["choices"][0]["text"] == "Answer 18\nQuestion: next"
+    shown = post(url, prompt="q", **kept, skip_special_tokens=False).json()["choices"][0]
+    assert shown["text"].endswith("next<eos>")
+    assert shown["stop_reason"] is None
+
+
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], [1], 5, {}])
 def test_stops_that_cannot_be_are_400(url: str, stop: object) -> None:
     reply = post(url, prompt="q", stop=stop)
@@ -108,6 +125,12 @@ def test_context_limit_has_one_rule() -> None:
         assert ask(3, max_tokens=None).json()["usage"]["completion_tokens"] == 13
         assert ask(16, max_tokens=0, echo=True).status_code == 200
         assert ask(20, max_tokens=1, truncate_prompt_tokens=8).json()["usage"]["prompt_tokens"] == 8
+        # -1 keeps what `max_tokens` leaves, of ids and of any text.
+        for prompt in ([65] * 20, "a" * 20, "b" * 100_000 + "a" * 16):
+            cut = post(url, prompt=prompt, max_tokens=4, truncate_prompt_tokens=-1).json()
+            assert (cut["usage"]["prompt_tokens"], cut["usage"]["completion_tokens"]) == (12, 4)
+        assert engine.seen[-1].prompt_ids == (ord("a"),) * 12
+        assert ask(20, max_tokens=16, truncate_prompt_tokens=-1).status_code == 400
         models = httpx.get(f"{url}/v1/models").json()
         assert models["data"][0]["max_model_len"] == 16
         long = post(url, prompt="a" * 100_000)

@@ -22,7 +22,7 @@ from moeserve.errors import BadRequest
 from moeserve.server.connection import CHUNK_WRITER
 from moeserve.server.http_guard import HttpError, Receive, Scope, Send, origin_of
 from moeserve.server.params import Job, Prompt, chat_job, completion_job
-from moeserve.server.prompts import encode, read_messages, read_prompts
+from moeserve.server.prompts import Truncation, encode, read_messages, read_prompts
 from moeserve.server.protocol import (
     Body,
     ChatBody,
@@ -74,8 +74,9 @@ async def completions(request: Request, service: Service) -> Response:
         if body.prompt is None:
             raise BadRequest("prompt: missing", "prompt")
         adds_special = body.add_special_tokens is not False
-        truncate = body.truncate_prompt_tokens
-        return model, job, await read_prompts(body.prompt, context, adds_special, truncate)
+        keep = body.truncate_prompt_tokens
+        truncation = None if keep is None else Truncation(keep, job.max_tokens or 0)
+        return model, job, await read_prompts(body.prompt, context, adds_special, truncation)
 
     model, job, prompts = await with_body(request, service, CompletionBody, read)
     return await _answer(request, service, job, prompts, model, is_chat=False)

@@ -7,6 +7,7 @@ are rendered by `chat.py`; the length of prompt plus output is checked by `Job.s
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from moeserve.errors import BadRequest
@@ -19,8 +20,36 @@ _INLINE_CHARS = 2048
 _WANT = "a string, an array of strings, an array of token ids or an array of such arrays"
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """How long a prompt may be, and that longer ones lose their start.
+
+    Attributes:
+        keep: `truncate_prompt_tokens`: tokens from the end; -1 is what `num_output` leaves.
+        num_output: Tokens that are to follow.
+    """
+
+    keep: int
+    num_output: int
+
+    def num_tokens(self, max_model_len: int) -> int:
+        """Return the tokens that are kept.
+
+        Raises:
+            BadRequest: Not a length of this context.
+        """
+        if self.keep == -1:
+            return max(1, max_model_len - self.num_output)
+        if not 1 <= self.keep <= max_model_len:
+            name = "truncate_prompt_tokens"
+            raise BadRequest(
+                f"{name}: want -1 or 1 to {max_model_len}, got {shorten(self.keep)}", name
+            )
+        return self.keep
+
+
 async def read_prompts(
-    given: object, context: ModelContext, adds_special: bool, truncate: int | None = None
+    given: object, context: ModelContext, adds_special: bool, truncation: Truncation | None = None
 ) -> tuple[Prompt, ...]:
     """Return the prompts of a completion, in order.
 
@@ -28,37 +57,42 @@ async def read_prompts(
         given: The field as it was sent.
         context: Vocabulary, tokenizer and limits.
         adds_special: Whether text gets the tokenizer's special tokens (a start token, say).
-        truncate: Keep this many tokens from the end; -1 is the context's length.
+        truncation: Longer prompts lose their start; None refuses them.
 
     Raises:
         BadRequest: Not one of the four forms, empty, mixed, too many, or an id out of range.
     """
-    longest = context.info.max_model_len if truncate is None else None
-    raw = _split(given, context, longest)
+    longest = context.info.max_model_len
+    keep = truncation.num_tokens(longest) if truncation else None
+    raw = _split(given, context, longest if keep is None else None)
     prompts = []
     for item in raw:
-        if isinstance(item, str):
-            ids = await encode(item, context, adds_special)
-            prompts.append(Prompt(tuple(ids), item))
-        else:
+        if not isinstance(item, str):
             prompts.append(Prompt(tuple(item)))
-    if truncate is not None:
-        prompts = [_truncated(prompt, truncate, context.info.max_model_len) for prompt in prompts]
+            continue
+        # Of a text that is cut anyway only its end is encoded, and a little more than is kept.
+        text = item if keep is None else item[-(keep + 64) * context.tokenizer.longest_chars :]
+        ids = await encode(text, context, adds_special, is_bounded=keep is None)
+        prompts.append(Prompt(tuple(ids), item))
+    if keep is not None:
+        prompts = [p if len(p.ids) <= keep else Prompt(p.ids[-keep:]) for p in prompts]
     for prompt in prompts:
         if not prompt.ids:
             raise BadRequest("prompt: empty; want at least one token", "prompt")
     return tuple(prompts)
 
 
-async def encode(text: str, context: ModelContext, adds_special: bool) -> list[int]:
+async def encode(
+    text: str, context: ModelContext, adds_special: bool, *, is_bounded: bool = True
+) -> list[int]:
     """Return the ids of a text.
 
     Raises:
-        BadRequest: So long that it cannot fit into the context, whatever its tokens are.
+        BadRequest: Bounded, and too long for the context whatever its tokens are.
     """
     tokenizer, limit = context.tokenizer, context.info.max_model_len
     least = len(text) // context.tokenizer.longest_chars
-    if least > limit:
+    if is_bounded and least > limit:
         raise BadRequest(
             f"This model's maximum context length is {limit} tokens, but the prompt has "
             f"{len(text)} characters, at least {least} tokens",
@@ -102,17 +136,6 @@ def _check_ids(ids: list[Any], context: ModelContext, longest: int | None) -> No
             "prompt",
         )
     check_token_ids(ids, context.info.vocab_size, "prompt")
-
-
-def _truncated(prompt: Prompt, keep: int, max_model_len: int) -> Prompt:
-    if keep == -1:
-        keep = max_model_len
-    if not 1 <= keep <= max_model_len:
-        name = "truncate_prompt_tokens"
-        raise BadRequest(f"{name}: want -1 or 1 to {max_model_len}, got {shorten(keep)}", name)
-    if len(prompt.ids) <= keep:
-        return prompt
-    return Prompt(prompt.ids[-keep:])
 
 
 def read_messages(given: object, most: int) -> list[dict[str, object]]:

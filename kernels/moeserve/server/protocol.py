@@ -115,13 +115,30 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_transfer_params": ((None,), "KV transfer is not implemented"),
     "vllm_xargs": ((None, {}), "there are no extensions"),
     "detokenize": ((None, True), "replies are always text"),
+    "truncation_side": ((None, "left"), "prompts lose their start"),
+    "stream_interval": ((None, 1), "every step is sent"),
+    "return_token_offsets": ((None, False), "offsets come with logprobs"),
+    "return_prompt_text": ((None, False), "use echo"),
+    "media_io_kwargs": ((None, {}), "only text is served"),
+    "mm_payload": ((None,), "only text is served"),
+    "return_mm_kwargs": ((None, False), "only text is served"),
+    "ec_transfer_params": ((None,), "only text is served"),
+    "routed_experts_prompt_start": ((None, 0), "routed experts are not returned"),
+    "watermarking": ((None,), "watermarks are not implemented"),
+    "prompt_cache_options": ((None, {}), "the prefix cache is shared by all requests"),
     # Output is the bytes of the tokens; neither setting adds a blank.
     "spaces_between_special_tokens": ((None, True, False), "want a boolean"),
     # Labels without an effect on the reply.
+    "session_id": ((None, _ANY_TEXT), "want a string"),
     "user": ((None, _ANY_TEXT), "want a string"),
     "safety_identifier": ((None, _ANY_TEXT), "want a string"),
     "prompt_cache_key": ((None, _ANY_TEXT), "want a string"),
     "prompt_cache_retention": ((None, _ANY_TEXT), "want a string"),
+}
+# Fields of completions that chat clients send along.
+_NEUTRAL_CHAT: dict[str, tuple[tuple[object, ...], str]] = {
+    "echo": ((None, False), "the reply to a chat is the assistant's turn alone"),
+    "best_of": ((None, 1), "candidates are not ranked in chat; use n"),
 }
 
 
@@ -250,8 +267,9 @@ def parse_body(kind: type[Body], value: object) -> Body:
 
 
 def _check_extra(kind: type[_Body], name: str, given: object) -> None:
-    if name in _NEUTRAL:
-        accepted, reason = _NEUTRAL[name]
+    known = _NEUTRAL_CHAT if kind is ChatBody and name in _NEUTRAL_CHAT else _NEUTRAL
+    if name in known:
+        accepted, reason = known[name]
         if any(_is_same(given, value) for value in accepted):
             return
         raise BadRequest(f"{name}: {reason} (got {shorten(given)})", name)

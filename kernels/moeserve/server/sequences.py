@@ -131,6 +131,8 @@ class Choice:
             raise EngineFailedError(message, is_stopping)
         if event.stop_token_id is not None:
             self._note(event.stop_token_id, event, len(event.token_ids), delta)
+            if self.stream.has_stop_in_output:  # tokens that end a sequence too, as in vLLM
+                delta.text += self.stream.feed(event.stop_token_id)
             if event.stop_token_id in self.request.sampling.stop_token_ids:
                 self.stop_reason = event.stop_token_id
         delta.text += self.stream.finish()

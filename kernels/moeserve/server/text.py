@@ -23,7 +23,7 @@ class TextOptions:
     Attributes:
         stops: Stop strings, none empty.
         min_tokens: Stop strings are looked for only in the text of later tokens.
-        has_stop_in_output: The stop string stays in the text.
+        has_stop_in_output: The stop string stays in the text, and so does the token that ends it.
         skips_special: Special tokens have no text.
     """
 
@@ -112,6 +112,11 @@ class TextStream:
         self.num_tokens = 0
         self.num_chars = 0
         self.stop: str | None = None
+
+    @property
+    def has_stop_in_output(self) -> bool:
+        """What ends the sequence stays in the text."""
+        return self._options.has_stop_in_output
 
     def feed(self, token_id: int) -> str:
         """Take one token; return the text that became certain."""
