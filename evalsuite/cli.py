@@ -201,6 +201,10 @@ def _usage(error: Exception) -> int:
     if possible := getattr(error, "possibilities", None):
         wrong = str(getattr(error, "option_name", ""))
         message = f"no such option: {wrong}{suggestion(wrong, possible)}"
+    # What is missing cannot be guessed; where it is described can be said.
+    place = getattr(getattr(error, "ctx", None), "command_path", "")
+    if message.startswith("Missing") and place:
+        message = f"{message.rstrip('.')}; see: {place} --help"
     print(f"error: {message}", file=sys.stderr)
     return EXIT_USAGE
 

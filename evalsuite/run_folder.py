@@ -27,7 +27,7 @@ from evalsuite.files import file_stem, write_text
 from evalsuite.ledger import LedgerRecord, read_ledger
 from evalsuite.report import RunMeta, write_all
 from evalsuite.report.history import load_history
-from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
+from evalsuite.report.json_report import read_verdict, verdict_to_dict
 from evalsuite.verdict import Status, Verdict
 
 # A job with one of these need not run again when its run is resumed.
@@ -107,11 +107,15 @@ class RunFolder:
         write_text(self.job(verdict.job_id) / "verdict.json", text)
 
     def kept(self, job_id: str) -> Verdict | None:
-        """The job's verdict where it is decided, None where it has to run (again)."""
+        """The job's verdict where it is decided, None where it has to run (again).
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
         path = self.job(job_id) / "verdict.json"
         if not path.is_file():
             return None
-        verdict = verdict_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        verdict = read_verdict(path)
         return verdict if verdict.status in _DECIDED else None
 
     def records(self, job_id: str) -> list[LedgerRecord]:

@@ -80,11 +80,19 @@ class RunRequest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunRequest:
-        """Read `run.json` back; keys of other versions are passed over."""
-        known = {item.name for item in fields(cls)}
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known
-        }
+        """Read `run.json` back; keys of other versions are passed over.
+
+        Raises:
+            ConfigError: A value of another type than this version writes.
+        """
+        usual = cls()
+        values: dict[str, Any] = {}
+        for key in (item.name for item in fields(cls) if item.name in data):
+            value = tuple(data[key]) if isinstance(data[key], list) else data[key]
+            types = (int, type(None)) if key == "limit" else type(getattr(usual, key))
+            if not isinstance(value, types):
+                raise ConfigError(f"run.json: {key} {value!r} is not what this version writes")
+            values[key] = value
         return cls(**values)
 
 

@@ -95,7 +95,7 @@ def read(run_dir: Path) -> list[Verdict]:
     """Read a run's verdicts back.
 
     Raises:
-        ConfigError: No `results.json` there, or one of another schema.
+        ConfigError: No `results.json` there, a damaged one, or one of another schema.
     """
     path = run_dir / "results.json"
     if not path.is_file():
@@ -107,7 +107,26 @@ def read(run_dir: Path) -> list[Verdict]:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ConfigError(f"{path}: schema is {found!r}, this version reads {SCHEMA!r}")
-    return [verdict_from_dict(item) for item in data["verdicts"]]
+    try:
+        return [verdict_from_dict(item) for item in data["verdicts"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {_not_ours(error)}") from error
+
+
+def read_verdict(path: Path) -> Verdict:
+    """Read one job's `verdict.json` back.
+
+    Raises:
+        ConfigError: The file is damaged, or of a version that wrote something else.
+    """
+    try:
+        return verdict_from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {_not_ours(error)}; delete it to run the job again") from error
+
+
+def _not_ours(error: Exception) -> str:
+    return f"not a verdict as this version writes it ({type(error).__name__}: {error})"
 
 
 def ledger_name(job_id: str) -> str:

@@ -123,6 +123,9 @@ def test_the_command_that_is_printed_runs_the_same_job_again(suite: Suite) -> No
         (("run", "--resume", "nowhere"), "not the folder of a run, nor one below results"),
         (("run", "--resume", "x", "--limit", "3"), "give nothing else"),
         (("rerun", "nowhere"), "not the folder of a run"),
+        (("rerun",), "Missing argument 'RUN'; see: evalsuite rerun --help"),
+        (("baseline",), "Missing command; see: evalsuite baseline --help"),
+        (("new", "m", "--backend", "x"), "Missing option '--layout'; see: evalsuite new --help"),
         (("run", "--config", "empty.txt"), "empty.txt"),
     ],
 )

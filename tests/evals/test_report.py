@@ -26,6 +26,8 @@ from evalsuite.ledger import LedgerRecord
 from evalsuite.report import RunMeta, html, json_report, junit, markdown, write_all
 from evalsuite.report.history import load_history
 from evalsuite.report.terminal import print_verdicts
+from evalsuite.run_folder import RunFolder
+from evalsuite.session import RunRequest
 from evalsuite.verdict import Status, Verdict
 
 HOSTILE = (
@@ -69,6 +71,28 @@ def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"schema": "evalsuite.results/9"}')
     with pytest.raises(ConfigError, match="results/9"):
         json_report.read(tmp_path)
+
+
+def test_what_another_version_or_an_editor_wrote_is_named(tmp_path: Path) -> None:
+    write_all(tmp_path, verdicts(), {}, META)
+    path = tmp_path / "results.json"
+    data = json.loads(path.read_text())
+    del data["verdicts"][0]["evidence"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"results\.json: not a verdict .*'evidence'"):
+        json_report.read(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    folder.keep(verdicts()[0])
+    assert folder.kept(verdicts()[0].job_id) == verdicts()[0]
+    (kept,) = folder.path.rglob("verdict.json")
+    for content in ("{", "[]", '{"job_id": 3}'):
+        kept.write_text(content)
+        with pytest.raises(ConfigError, match=r"verdict\.json: .*delete it to run the job again"):
+            folder.kept(verdicts()[0].job_id)
+    with pytest.raises(ConfigError, match=r"run\.json: limit 'z' is not what"):
+        RunRequest.from_json({"configs": ["x"], "limit": "z", "of another version": 1})
+    with pytest.raises(ConfigError, match=r"run\.json: configs 'x' is not what"):
+        RunRequest.from_json({"configs": "x"})
 
 
 def test_ledger_copy_reads_back(tmp_path: Path) -> None:
