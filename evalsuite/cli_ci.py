@@ -81,8 +81,8 @@ def render(options: RenderOptions, *, check: bool = False) -> int:
     out = Path(options.out)
     if not options.steps.setup and not (out / "constraints.txt").is_file():
         print(
-            f"warning: no constraints.txt in {out}: the steps would install a clone of this project "
-            "that is not here; name what installs the suite: --setup 'pip install ...'",
+            f"warning: no constraints.txt in {out}: the steps would install a clone of this "
+            "project, and none is here; say what installs the suite: --setup 'pip install ...'",
             file=sys.stderr,
         )
     if check:

@@ -126,7 +126,7 @@ def screen() -> Console:
 
 
 def print_verdicts(verdicts: Sequence[Verdict], console: Console | None = None) -> None:
-    """Print the table, then reasons of what did not pass, remarks and log tails."""
+    """Print the table, then reasons of what did not pass, remarks, log tails and next steps."""
     console = console or screen()
     table = _fitting_table(verdicts, console)
     if table is not None:
@@ -137,10 +137,10 @@ def print_verdicts(verdicts: Sequence[Verdict], console: Console | None = None) 
     for verdict in verdicts:
         if verdict.status is not Status.PASS:
             console.print(Text(f"{verdict.job_id}: {verdict.status}: {visible(verdict.reason)}"))
-            for line in verdict.log_tail:
-                console.print(Text(f"  | {visible(line)}"))
-            for line in follow_up(verdict):
-                # Not folded: it is to be copied.
-                console.print(Text(f"  {line}"), soft_wrap=True)
         for warning in verdict.warnings:
             console.print(Text(f"{verdict.job_id}: note: {visible(warning)}", style="dim"))
+        for line in verdict.log_tail:
+            console.print(Text(f"  | {visible(line)}"))
+        for line in follow_up(verdict):
+            # Not folded: it is to be copied.
+            console.print(Text(f"  {line}"), soft_wrap=True)
