@@ -192,6 +192,10 @@ def test_config_keys_are_read_in_both_spellings_and_with_their_defaults() -> Non
     del old["head_dim"]
     assert parse_model_spec(old, "x").head_dim == 16
     assert parse_model_spec({**old, "eos_token_id": [4, 5]}, "x").eos_token_ids == (4, 5)
+    # No logit stands for these: `min_tokens` would hide them, and fail the whole step.
+    many = [4, SHAPE["vocab_size"], -1, SHAPE["vocab_size"] - 1]
+    kept = parse_model_spec({**old, "eos_token_id": many}, "x").eos_token_ids
+    assert kept == (4, SHAPE["vocab_size"] - 1)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,7 @@ def test_config_keys_are_read_in_both_spellings_and_with_their_defaults() -> Non
         ({"architectures": []}, "key 'architectures' is missing"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .fp8.: weights"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id' must be one or more ids, got '</s>'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
     ],
 )

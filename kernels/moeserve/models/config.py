@@ -8,6 +8,7 @@ and nowhere else. `models/__init__.py` finds the class that runs an architecture
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from moeserve import presets
 from moeserve.errors import Unsupported, UsageError
 from moeserve.moe.spec import RoutingSpec
 
+logger = logging.getLogger(__name__)
 Keys = Mapping[str, object]
 
 
@@ -181,7 +183,7 @@ def parse_model_spec(keys: Keys, source: str) -> ModelSpec:
         has_tied_embeddings=bool(keys.get("tie_word_embeddings", False)),
         has_attention_bias=bool(keys.get("attention_bias", False)),
         dtype=_dtype(keys, source),
-        eos_token_ids=_token_ids(keys.get("eos_token_id"), source),
+        eos_token_ids=_end_ids(keys, source),
     )
 
 
@@ -274,8 +276,16 @@ def _dtype(keys: Keys, source: str) -> str:
     return name
 
 
-def _token_ids(value: object, source: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) for i in ids):
+def _end_ids(keys: Keys, source: str) -> tuple[int, ...]:
+    """End-of-text ids; those that no logit stands for can never be drawn and are left out."""
+    value, vocab_size = keys.get("eos_token_id"), _int(keys, "vocab_size", source)
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [i for i in given if type(i) is int]
+    if len(ids) < len(given):
         raise UsageError(f"{source}: key 'eos_token_id' must be one or more ids, got {value!r}")
-    return tuple(ids)
+    beyond = [i for i in ids if not 0 <= i < vocab_size]
+    if beyond:
+        logger.warning(
+            "%s: eos_token_id %s: outside the vocabulary of %d", source, beyond, vocab_size
+        )
+    return tuple(i for i in ids if 0 <= i < vocab_size)

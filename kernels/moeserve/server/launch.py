@@ -117,7 +117,8 @@ def serve(config: ServeConfig, start: StartEngine | None = None) -> int:
         except OSError as error:
             logger.error("--port-file %s: cannot be written: %s", config.port_file, error)
             return 1
-    logger.info("listening on http://%s:%d", config.host, port)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    logger.info("listening on http://%s:%d", host, port)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return asyncio.run(_Launcher(config, sock, start).run())
 
