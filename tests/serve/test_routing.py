@@ -105,6 +105,19 @@ def test_rows_without_a_finite_value(
     torch.testing.assert_close(plain.weights, torch.full((3, top_k), 1 / num_experts))
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("num_experts", [8, 60, 160])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_rows_with_few_numbers_equal_the_definition(
+    form: RoutingSpec, num_experts: int, share: float
+) -> None:
+    generator = torch.Generator().manual_seed(num_experts)
+    logits = torch.randn(40, num_experts, generator=generator)
+    logits[torch.rand(40, num_experts, generator=generator) < share] = NAN
+    logits[::4] = logits[::4].nan_to_num(-INF)
+    check(logits, form)
+
+
 def test_one_nan_keeps_the_valid_scores() -> None:
     batch = torch.tensor([[NAN, 2.0, 1.0, 0.0], [2.0, 1.0, 0.0, -1.0]])
     topk = route(batch, RoutingSpec(2))

@@ -135,6 +135,27 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert ids.tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_rows_with_few_numbers(scoring: str, groups: int, has_bias: bool) -> None:
+    torch.manual_seed(9)
+    rows = torch.randn(12, 60)
+    rows[torch.rand(12, 60) < torch.linspace(0.5, 1.0, 12)[:, None]] = NAN
+    rows[::3] = rows[::3].nan_to_num(-INF)
+    bias = torch.randn(60) if has_bias else None
+    kept = max(1, groups // 2)
+    routing = RoutingSpec(
+        4,
+        scoring,
+        True,
+        has_bias=has_bias,
+        num_groups=groups,
+        top_k_groups=kept,  # type: ignore[arg-type]
+    )
+    check(rows, routing, bias)
+
+
 def test_strided_rows_and_no_rows() -> None:
     torch.manual_seed(5)
     wide = torch.randn(4, 48)

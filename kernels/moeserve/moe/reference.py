@@ -45,9 +45,10 @@ def _reference_row(
         largest = max(clean)
         exps = [math.exp(v - largest) for v in clean]
         scores = [e / sum(exps) for e in exps]
-    # Each expert is ranked by (has a number, score or logit, lowest id).
+    # Each expert is ranked by (has a number, score or logit, lowest id); a bias raises no expert
+    # without a number above another one.
     rank = [
-        (v > -math.inf, s + b if routing.has_bias else v, -e)
+        (v > -math.inf, (s + b if routing.has_bias else v) if v > -math.inf else 0.0, -e)
         for e, (v, s, b) in enumerate(zip(clean, scores, bias, strict=True))
     ]
     candidates = _candidates(rank, routing)
@@ -65,10 +66,12 @@ def _candidates(rank: list[tuple[bool, float, int]], routing: RoutingSpec) -> li
         return list(range(len(rank)))
     size = len(rank) // routing.num_groups
 
-    def group_rank(group: int) -> tuple[bool, float, int]:
+    def group_rank(group: int) -> tuple[int, float, int]:
         members = sorted(rank[group * size : (group + 1) * size], reverse=True)
         counted = members[:2] if routing.has_bias else members[:1]
-        return all(m[0] for m in counted), sum(m[1] for m in counted), -group
+        # A group that lacks one of its numbers has no sum to go by.
+        numbers = sum(m[0] for m in counted)
+        return numbers, sum(m[1] for m in counted) if numbers == len(counted) else 0.0, -group
 
     kept = sorted(range(routing.num_groups), key=group_rank, reverse=True)
     kept = kept[: routing.top_k_groups]
