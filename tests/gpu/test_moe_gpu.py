@@ -65,7 +65,7 @@ def test_error_at_real_sizes(backend: str, name: str) -> None:
     backend_or_skip(backend, spec)
     w = layer_weights(shape)
     ready = converted(backend, w)
-    for T in (1, 2, 8, 64, 128, 512, 2048, 8192):
+    for T in (1, 2, 8, 64, 128, 512, 2048, 8192, 16384):
         for kind in ("uniform", "skewed"):
             x = torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16)
             routed = random_routed(shape, T, kind)
