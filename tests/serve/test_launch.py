@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -59,10 +60,15 @@ class Running:
 
 
 @contextmanager
-def running(tmp_path: Path, mode: str, *options: str) -> Iterator[Running]:
+def running(
+    tmp_path: Path, mode: str, *options: str, file_limits: tuple[int, int] | None = None
+) -> Iterator[Running]:
     port_file = tmp_path / "port.json"
     argv = [sys.executable, "-c", SCRIPT, str(SUPPORT), mode, str(model_dir())]
     argv += ["--port", "0", "--port-file", str(port_file), *options]
+    if file_limits is not None:
+        limit = "ulimit -Sn {} && ulimit -Hn {}".format(*file_limits)
+        argv = ["bash", "-c", f'{limit} && exec "$@"', "bash", *argv]
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
     )
@@ -185,6 +191,31 @@ def test_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
         )
         assert other.returncode == 1
         assert f"cannot listen on 127.0.0.1:{port}" in other.stderr
+
+
+def test_without_a_file_left_for_a_connection_the_log_stays_short(tmp_path: Path) -> None:
+    limits = (80, 160)  # the first is raised to the second
+    with running(tmp_path, "serves", file_limits=limits) as server:
+        server.wait_healthy()
+        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        with ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(socket.create_connection(address, timeout=20))
+            with pytest.raises(httpx.TimeoutException):
+                httpx.get(f"{server.url}/health", timeout=1.5)
+        end = time.monotonic() + 20
+        while True:  # as soon as others have gone
+            try:
+                assert httpx.get(f"{server.url}/health", timeout=1).status_code == 200
+                break
+            except httpx.TimeoutException:
+                assert time.monotonic() < end
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_status() == 0
+        assert server.process.stderr is not None
+        log = server.process.stderr.read()
+        assert "no further connection can be accepted: Too many open files (at most 160" in log
+        assert len(log.splitlines()) < 30
 
 
 def test_a_port_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

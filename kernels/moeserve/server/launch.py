@@ -31,6 +31,7 @@ from moeserve.server.app import build_app
 from moeserve.server.chat import ChatTemplate
 from moeserve.server.connection import bounded_protocol
 from moeserve.server.folder import read_folder
+from moeserve.server.open_files import LoopErrors, raise_file_limit
 from moeserve.server.params import ModelContext
 from moeserve.server.service import Service
 from moeserve.server.tokenizer import byte_tokenizer
@@ -160,6 +161,7 @@ class _Launcher:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors(raise_file_limit()))
         for number in (signal.SIGTERM, signal.SIGINT):
             # Not the loop's own handlers, which end with it: a late second signal must not kill
             # a process that is about to exit with its status.
