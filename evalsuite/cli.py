@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import typer
 
 from evalsuite import __version__, cli_ci, cli_gate, cli_run, os_faults
-from evalsuite.errors import ConfigError, EvalsuiteError
+from evalsuite.errors import ConfigError, EvalsuiteError, ServerError
 from evalsuite.names import suggestion
 from evalsuite.verdict import EXIT_INFRASTRUCTURE, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
 
@@ -176,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except EvalsuiteError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_INFRASTRUCTURE
+        is_config_fault = isinstance(error, ServerError) and error.is_config_fault
+        return EXIT_USAGE if is_config_fault else EXIT_INFRASTRUCTURE
     except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -7,6 +7,7 @@ Called by `config.py`; faults between keys are `config_checks.py`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ _KINDS: dict[type, str] = {
     list: "a list",
     tuple: "a list",
 }
+
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600}
+_DURATION = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_SECONDS)})")
 
 
 def is_noise_of_union(fault: Any) -> bool:
@@ -125,22 +130,28 @@ def _as_written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _meant_number(value: Any) -> str:
-    """The number of a text such as `93%` or `0,93`, "" where it is none."""
-    text = str(value).strip().replace(",", ".", 1)
-    is_per_cent = text.endswith("%")
+def _meant_number(value: Any, wanted: type) -> str:
+    """The number of a text such as `93%`, `0,93`, `1,319` or `20m`, "" where it is none."""
+    text = str(value).strip()
+    if _THOUSANDS.fullmatch(text):
+        return text.replace(",", "") if wanted is int else ""
+    if found := _DURATION.fullmatch(text):
+        return f"{float(found[1]) * _SECONDS[found[2]]:g}" if wanted is float else ""
+    number = text.replace(",", ".", 1).removesuffix("%")
     try:
-        number = float(text.removesuffix("%"))
+        meant = float(number)
     except ValueError:
         return ""
-    return f"{number / 100 if is_per_cent else number:g}"
+    return "" if wanted is int else f"{meant / 100 if text.endswith('%') else meant:g}"
 
 
 def _number_remedy(value: Any, wanted: type) -> str:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return f"; write {written}" if (written := _meant_number(value)) else "; give a number"
+        return (
+            f"; write {written}" if (written := _meant_number(value, wanted)) else "; give a number"
+        )
     if isinstance(value, bool) or math.isnan(number) or math.isinf(number):
         return "; give a number"
     if wanted is int and number != int(number):

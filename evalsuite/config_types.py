@@ -19,6 +19,15 @@ EvidenceLevel = Literal["declared", "logged", "executed"]
 MAX_SEED = 2**63 - 1
 
 
+# From here on the digits are too many to be read.
+_LONGEST = 10**19
+
+
+def _plain(value: float) -> str:
+    """A whole number with all its digits, so that it can be written as it is shown."""
+    return str(int(value)) if value == int(value) and abs(value) < _LONGEST else f"{value:g}"
+
+
 def between(low: float, high: float, remedy: str = "") -> AfterValidator:
     """Check low <= value <= high; NaN fails as every comparison with it does."""
 
@@ -27,8 +36,9 @@ def between(low: float, high: float, remedy: str = "") -> AfterValidator:
             return value
         if math.isnan(value) or math.isinf(value):
             raise ValueError(f"{value} cannot be meant; give a finite number")
-        limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-        raise ValueError(f"{value:g} is out of range; it must be {limit}{remedy}")
+        has_top = high < FINITE
+        limit = f"from {_plain(low)} to {_plain(high)}" if has_top else f"at least {_plain(low)}"
+        raise ValueError(f"{_plain(value)} is out of range; it must be {limit}{remedy}")
 
     return AfterValidator(check)
 

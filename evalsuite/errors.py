@@ -69,6 +69,7 @@ class ServerError(EvalsuiteError):
         exit_code: Exit status of the server process, None while it lives.
         log_tail: The last lines (at most 40) of the log that matters, control bytes removed.
         log_path: File of the whole log, "" where there is none.
+        is_config_fault: Whether no retry can mend it: the server refuses its command line.
     """
 
     reason: str
@@ -76,6 +77,7 @@ class ServerError(EvalsuiteError):
     exit_code: int | None = None
     log_tail: list[str] = field(default_factory=list)
     log_path: str = ""
+    is_config_fault: bool = False
 
     def __str__(self) -> str:
         """Reason, exit code, command and log tail, in this order."""

@@ -86,7 +86,7 @@ def judge(
         return verdict
     problem = _problem(job, result, evidence, context.error)
     if problem or result is None:
-        return _error(verdict, problem, context, isinstance(context.error, ConfigError))
+        return _error(verdict, problem, context, _is_config_fault(context.error))
     if result.stopped.startswith(DECIDED):
         ended = ended_verdict(verdict, result, floor_of(job))
         return replace(ended, warnings=(*ended.warnings, *not_right(result, records)))
@@ -109,6 +109,13 @@ def _error(verdict: Verdict, reason: str, context: RunContext, is_fault: bool) -
     known = {"server_command": error.command, "server_log": error.log_path}
     detail = {**verdict.detail, **{key: text for key, text in known.items() if text}}
     return replace(verdict, log_tail=tuple(error.log_tail) or context.log_tail, detail=detail)
+
+
+def _is_config_fault(error: Exception | None) -> bool:
+    """Whether no retry mends it."""
+    if isinstance(error, ServerError):
+        return error.is_config_fault
+    return isinstance(error, ConfigError)
 
 
 def _undecided(

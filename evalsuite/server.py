@@ -26,6 +26,8 @@ from evalsuite.processes import is_running
 from evalsuite.readiness import FOREIGN, ProgressWatch, probe
 
 # A port that we reserved can still be lost; a server that says so gets another one.
+# Of a command line that cannot be meant: argparse (and so vLLM and SGLang), click, moeserve.
+_USAGE_EXIT = 2
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|errno 98\b", re.IGNORECASE)
 _PORT_ATTEMPTS = 3
 # Ready is noticed this soon at first, and a slow start is not drowned in probes.
@@ -279,4 +281,7 @@ def _died_at_start(server: RunningServer) -> ServerError:
         )
     elif leash.exit_code == 0:
         error.reason += " before it was ready"
+    elif leash.exit_code == _USAGE_EXIT:
+        error.reason += ": it refuses its command line"
+        error.is_config_fault = True
     return error

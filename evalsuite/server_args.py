@@ -34,6 +34,8 @@ DP_ATTENTION_FLAGS = ("--enable-dp-attention",)
 TRUST_FLAGS = tuple("--trust-remote-code"[:end] for end in range(len("--trust"), 20))
 
 _QUOTES = "\"'"
+# A flag as a text program spoils it: a long dash in place of `--`, a curved quote before `-`.
+_TYPOGRAPHIC = re.compile("(?:[\u2013\u2014]+|[\u201c\u201d\u201e\u2018\u2019]+-)[\\w-]")
 
 
 def parse_server_args(value: Any) -> tuple[str, ...]:
@@ -60,6 +62,11 @@ def parse_server_args(value: Any) -> tuple[str, ...]:
     for element in argv:
         if "\0" in element:
             raise ValueError("holds a NUL character, which no command line can carry")
+        if _TYPOGRAPHIC.match(element):
+            raise ValueError(
+                f"{element!r} begins with a typographic dash or quote; write - and quotes as a "
+                "keyboard does"
+            )
     check_own_flags(argv)
     return tuple(argv)
 

@@ -66,7 +66,7 @@ class Moeserve:
             ConfigError: A flag that the server would refuse at its start, a misspelt backend.
         """
         config = job.config
-        _check_flags(config.server_args, config.env)
+        _check_flags(config)
         _check_backend(config)
         root = _source_root()
         path = [root, *filter(None, [config.env.get("PYTHONPATH", "")])] if root else []
@@ -120,6 +120,7 @@ class Moeserve:
         )
 
 
+_STAND_IN = "qwen3-30b-a3b"
 # What makes a file of the server's folder of backends a backend, and not a helper.
 _BACKEND_MARK = re.compile(r"^BACKEND\b", re.MULTILINE)
 # A name farther from every known one than this may be a backend that only the server's machine has.
@@ -163,7 +164,7 @@ def _check_backend(config: EvalConfig) -> None:
         raise ConfigError(problems)
 
 
-def _check_flags(args: tuple[str, ...], env: dict[str, str]) -> None:
+def _check_flags(config: EvalConfig) -> None:
     """Let the server's own parser read the flags; without the server here nothing is checked."""
     try:
         from moeserve.args import parse
@@ -173,9 +174,10 @@ def _check_flags(args: tuple[str, ...], env: dict[str, str]) -> None:
     try:
         # Any model whose shapes are known: whether the weights are on this machine is a matter of
         # the machine, and the server says it at its start.
-        parse(("qwen3-30b-a3b", *args, "--load-format", "dummy"), env)
+        parse((_STAND_IN, *config.server_args, "--load-format", "dummy"), config.env)
     except UsageError as error:
-        message = f"moeserve refuses these flags: {error}"
+        said = str(error).replace(_STAND_IN, config.model_name)
+        message = f"moeserve refuses these flags: {said}"
         raise ConfigError(Problem("error", message, key="server_args")) from error
 
 

@@ -146,6 +146,20 @@ def test_what_the_user_must_mend_is_exit_4(
     assert not suite.results.exists()
 
 
+def test_a_server_that_refuses_its_command_line_is_the_users_to_mend(suite: Suite) -> None:
+    suite.add("typo", "--exit-code 2 --say 'unrecognized arguments: --max-modl-len'")
+    suite.add("broken", "--exit-code 3")
+    done = suite.run(*RUN, "typo")
+    assert done.returncode == 4
+    assert "the server process ended with exit code 2: it refuses its command line" in done.stdout
+    assert "  | unrecognized arguments: --max-modl-len" in done.stdout
+    # 75 would say that the same run may succeed.
+    assert suite.run(*RUN).returncode == 4
+    assert suite.run(*RUN, "broken").returncode == 75
+    calibrated = suite.run("calibrate", "typo", "--configs-root", "configs", "--repeats", "2")
+    assert calibrated.returncode == 4, calibrated.stdout + calibrated.stderr
+
+
 @pytest.mark.parametrize(
     "signals",
     [

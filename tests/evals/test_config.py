@@ -211,11 +211,39 @@ def test_a_misspelt_required_key_is_one_fault(key: str, tmp_path: Path) -> None:
         ("1,000,000", "; give a number"),
     ],
 )
-def test_a_threshold_in_another_spelling_is_told_how_to_write_it(
+def test_a_fraction_in_another_spelling_is_told_how_to_write_it(
     value: str, remedy: str, tmp_path: Path
 ) -> None:
     (found,) = errors(tmp_path, BASE.replace("0.88", value))
     assert found.message.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ('num_questions: "1,319"', "; write 1319"),
+        ("num_questions: 1,319", "; write 1319"),
+        ("num_questions: 13,19", "; give a number"),
+        ("num_questions: 50%", "; give a number"),
+        ("max_tokens: 2k", "; give a number"),
+        ("startup_max_wait_seconds: 20m", "; write 1200"),
+        ("startup_max_wait_seconds: 1.5 h", "; write 5400"),
+        ("request_timeout_seconds: 90s", "; write 90"),
+        ("temperature: 1,000", "; give a number"),
+        ("max_concurrency: 0", "0 is out of range; it must be from 1 to 10000000"),
+        ("seed: -1", "-1 is out of range; it must be from 0 to 9223372036854775807"),
+        ("min_acceptance_length: 0.5", "0.5 is out of range; it must be at least 1"),
+        (f"seed: {10**30}", "1e+30 is out of range; it must be from 0 to 9223372036854775807"),
+    ],
+)
+def test_a_number_in_another_spelling_is_told_how_to_write_it(
+    line: str, remedy: str, tmp_path: Path
+) -> None:
+    key = line.partition(":")[0]
+    rest = "".join(text for text in BASE.splitlines(True) if not text.startswith(f"{key}:"))
+    (found,) = errors(tmp_path, f"{rest}{line}\n")
+    assert found.key == key
+    assert remedy in found.message
 
 
 def test_merge_keys_share_an_environment_and_the_local_value_wins(tmp_path: Path) -> None:

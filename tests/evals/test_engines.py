@@ -83,6 +83,11 @@ def test_a_misspelt_backend_is_refused_before_a_server_starts(
         assert line.endswith(("did you mean 'triton'?", "did you mean 'flashinfer_cutlass'?"))
 
 
+def test_a_refusal_of_the_servers_parser_names_the_jobs_own_model() -> None:
+    with pytest.raises(ConfigError, match="more than one MODEL: org/model, other"):
+        engines.get("moeserve").launch_spec(job(server_args="other"))
+
+
 def test_backends_are_those_of_the_servers_own_registry() -> None:
     from moeserve.moe.backends.registry import registry
 

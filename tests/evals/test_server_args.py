@@ -61,6 +61,15 @@ class TestServerArgs:
         with pytest.raises(ValueError, match=f"character {position} is never closed"):
             parse_server_args(text)
 
+    @pytest.mark.parametrize("text", ["\u2013tp 2", "\u2014enforce-eager", "--a \u201c--b 1\u201d"])
+    def test_flags_that_a_text_program_spoiled_are_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match="begins with a typographic"):
+            parse_server_args(text)
+
+    def test_typographic_values_are_values(self) -> None:
+        argv = ["--a", "\u2014", "--b", "\u201cx\u201d", "--c=\u2013tp"]
+        assert parse_server_args(argv) == tuple(argv)
+
     @given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)))
     def test_round_trip_through_a_shell(self, words: list[str]) -> None:
         argv = ["--flag", *(f"v{word}" for word in words)]
