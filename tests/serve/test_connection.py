@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 
 import httpx
@@ -69,6 +70,20 @@ def test_a_client_that_reads_slowly_but_steadily_gets_all_of_its_answer() -> Non
         while not answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             answer += slow.recv(1 << 19)
         assert answer.count(b'"finish_reason":"length"') == 8
+
+
+def test_many_choices_for_a_client_that_is_gone_leave_no_trace_in_the_log(caplog) -> None:
+    engine = FakeEngine(respond=lambda request: [65] * 200)
+    service = service_for(engine, TOKENIZER)
+    with live_server(service) as url:
+        for _ in range(20):
+            with connect(url) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.sendall(request_bytes(prompt="a", n=64, max_tokens=200, stream=True))
+                sock.recv(100)
+        wait_until(lambda: service.num_open == 0)
+        assert post(url, prompt="b", max_tokens=1).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_what_is_no_request_is_refused_in_the_usual_form() -> None:

@@ -7,11 +7,13 @@ file has the short routes, and turns every exception into OpenAI's error form.
 from __future__ import annotations
 
 import asyncio
+import difflib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -117,8 +119,13 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def on_no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        where = f"{request.method} {request.url.path[:200]}"
-        response = answer(HttpError(error.status_code, f"{error.detail}: {where}"))
+        path = request.url.path[:200]
+        # `/chat/completions` and `/v1/v1/completions` come of a base URL without or with `/v1`.
+        known = [route.path for route in app.routes if isinstance(route, APIRoute)]
+        close = difflib.get_close_matches(path, known, 1, 0.8) if error.status_code == 404 else []
+        hint = f"; did you mean {close[0]}?" if close else ""
+        message = f"{error.detail}: {request.method} {path}{hint}"
+        response = answer(HttpError(error.status_code, message))
         response.headers.update(error.headers or {})  # `Allow`, with a 405
         return response
 

@@ -35,6 +35,8 @@ def _write_chunk(cycle: RequestResponseCycle, part: bytes) -> bool:
     """
     if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
         return False
+    if cycle.transport.is_closing():
+        return True  # the client is gone and the request will be told; the loop warns of writes
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
     return True
 
