@@ -121,6 +121,7 @@ def test_kernels_that_overlap_are_not_counted_twice() -> None:
         ([MODEL, "--loads", ","], "at least one"),
         ([MODEL, "--loads", "gsmall-cached"], "right after"),
         ([MODEL, "--loads"], "expected one argument"),
+        ([MODEL, "--json", "/no/such/folder/a"], "--json /no/such/folder/a: no folder"),
         ([MODEL, "--no-such-flag"], "no-such-flag"),
         ([MODEL, "-tp", "2"], "2 ranks"),
         ([MODEL, *CPU, "--loads", "1x250x20"], "270 tokens"),

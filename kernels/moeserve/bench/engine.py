@@ -30,6 +30,7 @@ from moeserve.bench.engine_profile import (
     fits,
     profile_step,
 )
+from moeserve.bench.timing import check_parent
 from moeserve.engine.config import EngineConfig
 from moeserve.engine.engine import Engine
 from moeserve.errors import UsageError
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args, server_argv = _parser().parse_known_args(list(argv))
     loads = _loads(args.loads)
+    check_parent("bench engine: --json", args.json)
     config = _config(server_argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     body = _describe(config)
