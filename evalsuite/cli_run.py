@@ -182,7 +182,7 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
         print(f"error: {folder.path}: the reports cannot be written: {error}", file=sys.stderr)
         code = code if code in (EXIT_ACCURACY, EXIT_USAGE) else EXIT_INFRASTRUCTURE
     else:
-        print(f"results: {folder.path}")
+        print(f"results: {folder.path}", *folder.comparisons(verdicts), sep="\n")
     if is_interrupted:
         print(folder.how_to_go_on(), file=sys.stderr)
         return EXIT_INTERRUPTED

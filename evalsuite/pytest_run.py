@@ -248,6 +248,8 @@ class Plugin:
         write_table(terminalreporter, list(self._verdicts.values()))
         end = f"error: {self._unwritten}" if self._unwritten else "results"
         terminalreporter.write_line(f"{end}: {config.stash[_FOLDER].path}")
+        for line in config.stash[_FOLDER].comparisons(list(self._verdicts.values())):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

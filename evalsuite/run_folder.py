@@ -26,7 +26,7 @@ from evalsuite.errors import ConfigError
 from evalsuite.files import file_stem, write_text
 from evalsuite.ledger import LedgerRecord, read_ledger
 from evalsuite.report import RunMeta, write_all
-from evalsuite.report.history import load_history
+from evalsuite.report.history import last_pass, load_history
 from evalsuite.report.json_report import read_verdict, verdict_to_dict
 from evalsuite.verdict import Status, Verdict
 
@@ -66,6 +66,16 @@ class RunFolder:
         """The line that ends an interrupted run."""
         command = shlex.join(["evalsuite", "run", "--resume", str(self.path)])
         return f"interrupted; go on with: {command}"
+
+    def comparisons(self, verdicts: Sequence[Verdict]) -> list[str]:
+        """How to see what changed for jobs that failed here and passed in a run beside it."""
+        results, name = self.path.parent, self.path.name
+        passed = [last_pass(results, name, v) for v in verdicts if v.status is Status.FAIL]
+        return [
+            "what changed since it passed: "
+            + shlex.join(["evalsuite", "compare", str(results / other), str(self.path)])
+            for other in dict.fromkeys(filter(None, passed))
+        ]
 
     def begin(self, asked: Mapping[str, Any]) -> None:
         """Write down what is asked for, before anything starts."""

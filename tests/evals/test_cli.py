@@ -146,6 +146,29 @@ def test_what_the_user_must_mend_is_exit_4(
     assert not suite.results.exists()
 
 
+def test_a_fail_names_the_command_that_shows_what_changed_since_it_passed(suite: Suite) -> None:
+    path = suite.add("job")
+    wrong = suite.run(*RUN)
+    assert wrong.returncode == 1
+    # It never passed.
+    assert "what changed" not in wrong.stdout
+    asked = json.loads(path.read_text())
+    path.write_text(json.dumps({**asked, "server_args": suite.right(), "num_questions": 5}))
+    assert suite.run(*RUN).returncode == 0
+    path.write_text(json.dumps(asked))
+    # Other prompts cannot be compared.
+    assert "what changed" not in suite.run(*RUN).stdout
+    path.write_text(json.dumps({**asked, "server_args": suite.right()}))
+    assert suite.run(*RUN).returncode == 0
+    path.write_text(json.dumps(asked))
+    failed = suite.run(*RUN)
+    assert failed.returncode == 1
+    (command,) = re.findall(r"^what changed .*: evalsuite (.*)$", failed.stdout, re.MULTILINE)
+    shown = suite.run(*shlex.split(command))
+    assert shown.returncode == 0
+    assert f"{NUM_QUESTIONS} lost, 0 gained" in shown.stdout
+
+
 def test_a_server_that_refuses_its_command_line_is_the_users_to_mend(suite: Suite) -> None:
     suite.add("typo", "--exit-code 2 --say 'unrecognized arguments: --max-modl-len'")
     suite.add("broken", "--exit-code 3")
