@@ -55,6 +55,22 @@ def test_engine_errors_are_500_and_never_an_empty_answer() -> None:
         assert post(url, prompt="a").status_code == 200
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_what_a_stopping_server_could_not_finish_is_503(is_streamed: bool) -> None:
+    # As the real engine does beyond the grace and after a second signal.
+    engine = FakeEngine(fail=lambda r: "the server is shutting down", delay_s=lambda r: 0.3)
+    service = service_for(engine, TOKENIZER)
+    with live_server(service) as url, ThreadPoolExecutor(1) as pool:
+        cut = pool.submit(post, url, prompt="a", stream=is_streamed)
+        wait_until(lambda: len(engine.seen) == 1)
+        service.status = "stopping"
+        reply = cut.result()
+        error = (events_of(reply)[-1] if is_streamed else reply.json())["error"]
+        assert (error["code"], error["message"]) == ("stopping", "the server is shutting down")
+        if not is_streamed:
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+
+
 def test_health_through_the_life_of_a_server() -> None:
     engine = FakeEngine()
     ready = service_for(engine, TOKENIZER)

@@ -162,7 +162,7 @@ async def _answer(
             work = run_all(service.engine, choices, service.metrics, service.most_in_engine)
             await _unless_gone(work, request.receive)
         except EngineFailedError as failure:
-            raise _http_error(failure) from None
+            raise _http_error(failure, service) from None
     num_tokens = sum(len(choice.token_ids) + len(choice.prompt.ids) for choice in choices)
     if num_tokens < _INLINE_TOKENS:
         raw = _whole(reply, choices)
@@ -199,8 +199,9 @@ def _dumps(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
-def _http_error(failure: EngineFailedError) -> HttpError:
-    if failure.is_stopping:
+def _http_error(failure: EngineFailedError, service: Service) -> HttpError:
+    # What the engine could not finish before it ended is to be asked of another server.
+    if failure.is_stopping or service.status == "stopping":
         return HttpError(503, str(failure), code="stopping", closes=True, retry_after_s=1)
     return HttpError(500, str(failure), code="engine_error")
 
@@ -265,8 +266,8 @@ class StreamReply(Response):
         if not needs_prompt_first:
             for choice in self._choices:
                 await self._open(choice, opened, event)
+        service = self._service
         try:
-            service = self._service
             most = service.most_in_engine
             deltas = stream_all(service.engine, self._choices, service.metrics, most)
             async with aclosing(deltas):
@@ -276,8 +277,8 @@ class StreamReply(Response):
             if reply.job.has_usage_chunk:
                 await event(reply.usage_chunk(self._choices))
         except (EngineFailedError, HttpError) as failure:
-            error = _http_error(failure) if isinstance(failure, EngineFailedError) else failure
-            self._service.metrics.failed(error.status)
+            error = failure if isinstance(failure, HttpError) else _http_error(failure, service)
+            service.metrics.failed(error.status)
             await event(_dumps(error.body()).decode("utf-8"))
         await event("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
