@@ -44,15 +44,18 @@ def test_a_client_that_goes_away_ends_its_sequences(is_streamed: bool) -> None:
         assert post(url, prompt="c", max_tokens=1).status_code == 200
 
 
-def test_engine_errors_are_500_and_never_an_empty_answer() -> None:
+def test_engine_errors_are_500_and_never_an_empty_answer(caplog) -> None:
     engine = FakeEngine(fail=lambda r: "out of luck" if r.prompt_ids == (ord("x"),) else "")
     with live_server(service_for(engine, TOKENIZER)) as url:
-        reply = post(url, prompt=["a", "x"])
+        reply = post(url, prompt=["a", "x"], request_id="whole")
         assert reply.status_code == 500
         assert reply.json()["error"]["message"] == "out of luck"
-        events = events_of(post(url, prompt="x", stream=True))
+        events = events_of(post(url, prompt="x", stream=True, request_id="stream"))
         assert events[-1]["error"]["message"] == "out of luck"
         assert post(url, prompt="a").status_code == 200
+        # Whoever looks after the server finds them by the id that the client was given.
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == [f"cmpl-{name} failed: out of luck" for name in ("whole", "stream")]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

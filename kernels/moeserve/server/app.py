@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from moeserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, T
 from moeserve.server.service import Service
 from moeserve.server.tokenizer import Tokenizer
 
+logger = logging.getLogger("moeserve.server")
 Handler = Callable[[Request, Service], Awaitable[Response]]
 
 
@@ -109,7 +111,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         assert isinstance(error, BadRequest)
         return answer(HttpError(400, str(error), error.param))
 
-    async def on_refusal(_: Request, error: Exception) -> Response:
+    async def on_refusal(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed: %s", request.method, request.url.path, error)
         return answer(HttpError(500, str(error)))
 
     async def on_fault(_: Request, error: Exception) -> Response:

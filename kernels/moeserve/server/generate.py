@@ -162,7 +162,7 @@ async def _answer(
             work = run_all(service.engine, choices, service.metrics, service.most_in_engine)
             await _unless_gone(work, request.receive)
         except EngineFailedError as failure:
-            raise _http_error(failure, service) from None
+            raise _http_error(failure, service, request_id) from None
     num_tokens = sum(len(choice.token_ids) + len(choice.prompt.ids) for choice in choices)
     if num_tokens < _INLINE_TOKENS:
         raw = _whole(reply, choices)
@@ -199,10 +199,11 @@ def _dumps(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
-def _http_error(failure: EngineFailedError, service: Service) -> HttpError:
+def _http_error(failure: EngineFailedError, service: Service, request_id: str) -> HttpError:
     # What the engine could not finish before it ended is to be asked of another server.
     if failure.is_stopping or service.status == "stopping":
         return HttpError(503, str(failure), code="stopping", closes=True, retry_after_s=1)
+    logger.error("%s failed: %s", request_id, failure)
     return HttpError(500, str(failure), code="engine_error")
 
 
@@ -277,7 +278,10 @@ class StreamReply(Response):
             if reply.job.has_usage_chunk:
                 await event(reply.usage_chunk(self._choices))
         except (EngineFailedError, HttpError) as failure:
-            error = failure if isinstance(failure, HttpError) else _http_error(failure, service)
+            if isinstance(failure, EngineFailedError):
+                error = _http_error(failure, service, reply.id)
+            else:
+                error = failure
             service.metrics.failed(error.status)
             await event(_dumps(error.body()).decode("utf-8"))
         await event("[DONE]")
