@@ -241,7 +241,7 @@ class Plugin:
             terminalreporter.write_line(
                 f"shard {shard}: nothing assigned of {prepared.num_selected} jobs"
             )
-        elif terminalreporter.stats.keys() == {"deselected"} and config.option.keyword:
+        elif not terminalreporter._session.testscollected and config.option.keyword:
             terminalreporter.write_line(unmatched(config.option.keyword, prepared.jobs))
         if not self._verdicts:
             return
