@@ -11,10 +11,10 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import torch
 
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.models.config import ModelSpec, load_model_spec
 from moeserve.moe.platforms import check_platform, detect_platform
@@ -22,11 +22,6 @@ from moeserve.moe.report import backend_report, render, support_table
 from moeserve.moe.spec import PLATFORMS, MoESpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"backends: {message}")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
@@ -57,10 +52,8 @@ def main(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="moeserve backends",
-        description="Say which MoE backend would serve a model, and why not the others.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "backends", description="Say which MoE backend would serve a model, and why not the others."
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder with a config.json, or a preset")

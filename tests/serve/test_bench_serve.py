@@ -205,3 +205,23 @@ def test_command_line_faults_are_usage_errors(capsys) -> None:
     assert main(["bench", "serve", "--request-rate", "0"]) == 2
     assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9"]) == 2
     assert "give --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num-warmups", "-1"], "--num-warmups -1: want at least 0"),
+        (["--output-len", "0"], "--output-len 0: want at least 1"),
+        (["--max-concurrency", "-2"], "--max-concurrency -2: want at least 0"),
+        (["--metric-percentiles", "50,200"], "--metric-percentiles 50,200: want numbers above 0"),
+        (["--metric-percentiles", "p99"], "--metric-percentiles p99: want numbers above 0"),
+        (["--num-promts", "3"], "--num-promts"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_a_request(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    assert main(["bench", "serve", *argv]) == 2
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert len(printed.splitlines()) <= 2

@@ -20,6 +20,7 @@ import aiohttp
 
 from moeserve.bench.compat_load import Probe, make_probes
 from moeserve.bench.serve_client import new_session
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.server.tokenizer import load_tokenizer
 from moeserve.tiny import MODEL_NAME, model_dir
@@ -66,7 +67,7 @@ class Difference:
 
 def main(argv: Sequence[str]) -> int:
     """Compare two servers."""
-    parser = argparse.ArgumentParser(prog="moeserve bench compat", allow_abbrev=False)
+    parser = CommandParser("bench compat")
     parser.add_argument("--base-url", action="append", required=True, help="twice; last: reference")
     parser.add_argument("--model", default=MODEL_NAME, help="name in requests")
     parser.add_argument("--max-concurrency", type=int, default=8)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -31,6 +30,7 @@ from moeserve.bench.engine_profile import (
     profile_step,
 )
 from moeserve.bench.timing import check_parent
+from moeserve.command_parser import CommandParser
 from moeserve.engine.config import EngineConfig
 from moeserve.engine.engine import Engine
 from moeserve.errors import UsageError
@@ -38,11 +38,6 @@ from moeserve.errors import UsageError
 # The first load would pay for what is met for the first time, so one like it runs before.
 WARM_UP = Load("warm-up", 128, 2, 24, tag="w")
 _MAX_LINES = 22
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"bench engine: {message}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,10 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="moeserve bench engine",
-        usage="moeserve bench engine MODEL [server options] [options]",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "bench engine", usage="moeserve bench engine MODEL [server options] [options]"
     )
     add = parser.add_argument
     add(

@@ -13,11 +13,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from moeserve.bench.timing import ceilings, check_parent, graph_time_us
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.moe.backends.base import Routed
 from moeserve.moe.backends.registry import registry
@@ -64,11 +64,6 @@ class Row:
     note: str = ""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"bench moe: {message}")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command.
 
@@ -100,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="moeserve bench moe", allow_abbrev=False)
+    parser = CommandParser("bench moe")
     parser.add_argument("--shape", choices=SHAPES, help="only this layer")
     parser.add_argument("--tokens", type=int, nargs="+", help="token counts")
     parser.add_argument("--moe-backend", help="only this backend")

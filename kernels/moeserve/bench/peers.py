@@ -29,6 +29,7 @@ from moeserve.bench.peer_server import (
 from moeserve.bench.serve_client import Pace, Target, run_load
 from moeserve.bench.serve_load import Ask, LoadOptions, make_load
 from moeserve.bench.serve_report import Summary, summarise
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.tiny import MODEL_NAME
 
@@ -71,7 +72,7 @@ LOADS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark of one command line."""
-    parser = argparse.ArgumentParser(prog="moeserve bench peers", allow_abbrev=False)
+    parser = CommandParser("bench peers")
     parser.add_argument("--rounds", type=int, default=5, help="medians are over these")
     parser.add_argument("--loads", default=",".join(LOADS), help="comma-separated; may be empty")
     parser.add_argument("--only-moeserve", action="store_true", help="no peer")

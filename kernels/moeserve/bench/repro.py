@@ -16,10 +16,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NoReturn
 
 import torch
 
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.moe.backends.base import Routed, Unrouted
 from moeserve.moe.backends.registry import registry
@@ -57,18 +57,13 @@ class ReproRow:
     detail: str
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"repro: {message}")
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, or 1 where a backend crashed, was wrong, or refused its name.
 
     Raises:
         UsageError: Words that cannot be meant.
     """
-    parser = _Parser(prog="moeserve repro", allow_abbrev=False)
+    parser = CommandParser("repro")
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--moe-backend", help="only this one")
     parser.add_argument("--tokens", type=int, default=128)

@@ -7,18 +7,17 @@ are p20, p50 and p80 over graph replays of 20 calls each, launch overhead of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from moeserve.bench.timing import check_parent, replay_times_us
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.moe.spec import RoutingSpec
 from moeserve.triton_kernels.router import route
@@ -43,18 +42,13 @@ class Row:
     p80: float
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"bench router: {message}")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Raises:
         UsageError: Words that cannot be meant, or no CUDA GPU here.
     """
-    parser = _Parser(prog="moeserve bench router", allow_abbrev=False)
+    parser = CommandParser("bench router")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="every count with every other; default 128")
     add("--experts", type=int, nargs="+", help="default 128")

@@ -20,6 +20,7 @@ import aiohttp
 from moeserve.bench.serve_client import Outcome, Pace, Target, new_session, run_load
 from moeserve.bench.serve_load import DATASETS, Ask, LoadOptions, make_load
 from moeserve.bench.serve_report import Summary, report, side_by_side, summarise, to_json
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 from moeserve.server.tokenizer import Tokenizer, load_tokenizer
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="moeserve bench serve", allow_abbrev=False)
+    parser = CommandParser("bench serve")
     add = parser.add_argument
     add("--base-url", action="append", help="server; repeat to compare several (ratios: last = 1)")
     add("--host", default="127.0.0.1")
@@ -73,9 +74,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("num_prompts", "input_len"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')}: want at least 1")
+    least = {"num_prompts": 1, "input_len": 1, "output_len": 1, "num_shots": 0, "num_warmups": 0}
+    for name, low in {**least, "max_concurrency": 0, "vocab_size": 0}.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: want at least {low}")
+    _percentiles(options.metric_percentiles)
     if not options.request_rate > 0:
         raise UsageError(f"--request-rate {options.request_rate}: want more than 0, or inf")
     if not 0 <= options.range_ratio < 1:
@@ -87,12 +91,22 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--extra-body: want a JSON object")
 
 
+def _percentiles(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [math.nan]
+    if not all(0 < share <= 100 for share in shares):
+        raise UsageError(f"--metric-percentiles {text}: want numbers above 0 up to 100, e.g. 50,99")
+    return shares
+
+
 async def _run(options: argparse.Namespace) -> int:
     urls = options.base_url or [f"http://{options.host}:{options.port}"]
     targets = [await _target(url, options) for url in urls]
     asks = make_load(await _load_options(options, targets[0]))
     pace = Pace(options.request_rate, options.max_concurrency, options.seed)
-    shares = [float(part) for part in options.metric_percentiles.split(",")]
+    shares = _percentiles(options.metric_percentiles)
     summaries: list[Summary] = []
     for target in targets:
         if options.num_warmups:

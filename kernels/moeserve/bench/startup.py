@@ -27,6 +27,7 @@ import aiohttp
 
 from moeserve.bench.serve_client import Outcome, Pace, Target, new_session, run_load, send
 from moeserve.bench.serve_load import Ask
+from moeserve.command_parser import CommandParser
 from moeserve.errors import UsageError
 
 # Tokens are counted in windows of this length; full speed is the first one that reaches this
@@ -76,10 +77,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="moeserve bench startup",
-        usage="moeserve bench startup MODEL [server options] [options]",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "bench startup", usage="moeserve bench startup MODEL [server options] [options]"
     )
     add = parser.add_argument
     add("--num-prompts", type=int, default=128, help="of the load that shows full speed")

@@ -80,8 +80,8 @@ def load_safetensors(
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     total = sum(num_bytes for _, num_bytes in parts)
-    gib = total / 2**30
-    logger.info("loaded %.3f GiB in %.2f s (%.2f GiB/s)", gib, seconds, gib / max(seconds, 1e-9))
+    rate = total / max(seconds, 1e-9)
+    logger.info("loaded %.3f GB in %.2f s (%.2f GB/s)", total / 1e9, seconds, rate / 1e9)
     return total
 
 
