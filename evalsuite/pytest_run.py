@@ -105,7 +105,8 @@ def _request(config: pytest.Config) -> RunRequest:
 def _request_of_session(session: pytest.Session) -> RunRequest:
     """The request with what `-k` left of its jobs, so that `--resume` runs no others."""
     request, prepared = _request(session.config), session.config.stash[_PREPARED]
-    ids = [item.callspec.params["job"].id for item in session.items if hasattr(item, "callspec")]
+    params = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
+    ids = [one["job"].id for one in params if isinstance(one.get("job"), EvalJob)]
     if len(ids) == len(prepared.jobs):
         return request
     # The shard was cut from the whole list.
@@ -162,7 +163,8 @@ class Plugin:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test per job; jobs that share a launch are neighbours."""
-        if "job" not in metafunc.fixturenames:
+        # Other people's tests may be beside ours, and call something of theirs a job.
+        if not {"job", "verdict"} <= set(metafunc.fixturenames):
             return
         prepared = metafunc.config.stash[_PREPARED]
         groups = group_by_launch(prepared.jobs, prepared.options)
@@ -174,7 +176,8 @@ class Plugin:
     ) -> None:
         """A job has its own limits: pytest-timeout must not cut it, nor leave a server behind."""
         for item in items:
-            if config.pluginmanager.has_plugin("timeout"):
+            is_ours = "verdict" in getattr(item, "fixturenames", ())
+            if is_ours and config.pluginmanager.has_plugin("timeout"):
                 item.add_marker(pytest.mark.timeout(0))
             if config.getoption("--dry-run"):
                 item.add_marker(pytest.mark.skip(reason="--dry-run"))

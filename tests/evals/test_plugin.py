@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,22 @@ def test_collect_only_and_dry_run_start_nothing(suite: Suite) -> None:
     assert run_pytest(suite, "--dry-run").returncode == 0
     assert not pids.exists()
     assert not suite.results.exists()
+
+
+def test_other_tests_may_be_beside_the_jobs(suite: Suite) -> None:
+    suite.add("right", suite.right())
+    (suite.folder / "test_other.py").write_text(
+        "import pytest\n\n"
+        "@pytest.mark.parametrize('job', [1, 2])\n"
+        "def test_job(job): assert job\n\n"
+        "@pytest.mark.parametrize('x', [1])\n"
+        "def test_x(x): assert x\n"
+    )
+    done = run_pytest(suite, "test_other.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+    asked = json.loads((suite.run_folder() / "run.json").read_text())["asked"]
+    assert asked["only"] == []
 
 
 def test_stop_at_first_failure_and_limit(suite: Suite) -> None:
