@@ -247,3 +247,18 @@ def test_what_goes_wrong_inside_is_an_error_in_the_usual_form() -> None:
         assert "log" in unknown.json()["error"]["message"]
         assert "ZeroDivision" not in unknown.text
         assert post(url, prompt="a").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/completion", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/embeddings", None),
+    ],
+)
+def test_a_wrong_path_comes_with_the_closest(url: str, path: str, right: str | None) -> None:
+    message = httpx.post(url + path, json={}).json()["error"]["message"]
+    assert message == f"Not Found: POST {path}" + (f"; did you mean {right}?" if right else "")

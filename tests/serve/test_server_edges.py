@@ -70,21 +70,6 @@ def test_a_wrong_path_is_404_as_json(url: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "right"),
-    [
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/completions", "/v1/completions"),
-        ("/v1/completion", "/v1/completions"),
-        ("/v1/tokenize", "/tokenize"),
-        ("/v1/embeddings", None),
-    ],
-)
-def test_a_wrong_path_comes_with_the_closest(url: str, path: str, right: str | None) -> None:
-    message = httpx.post(url + path, json={}).json()["error"]["message"]
-    assert message == f"Not Found: POST {path}" + (f"; did you mean {right}?" if right else "")
-
-
-@pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({}, 200),
