@@ -141,6 +141,9 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
         raise ConfigError(Problem("error", _nothing_named(Path(value)), value))
     if (slashed := Path(value.replace("\\", "/"))).is_file():
         near = str(slashed)  # the way another system writes a path
+    elsewhere = [f / value for f in sorted(root.iterdir()) if (f / value).is_file()]
+    if elsewhere:
+        near = str(elsewhere[0])  # its folder has no list by the name of one, and is no suite
     raise ConfigError(
         Problem(
             "error",

@@ -138,6 +138,12 @@ class TestResolve:
         assert [one.path for one in found] == [Path("config-b200.txt")]
         assert found[0].suite == "one"
 
+    def test_a_list_in_a_folder_without_a_list_by_name_is_pointed_at(self, root: Path) -> None:
+        (root / "three").mkdir()
+        (root / "three" / "list.txt").write_text("a.yaml\n")
+        with pytest.raises(ConfigError, match=rf"did you mean '{root}/three/list.txt'\?"):
+            resolve_lists("list.txt", root)
+
     def test_a_single_yaml(self, root: Path) -> None:
         found = resolve_lists(str(root / "one/a.yaml"), root)
         assert listed(found[0]) == ["a.yaml"]
