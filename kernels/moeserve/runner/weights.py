@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moeserve.errors import UsageError
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 # Files read side by side; each holds one copy to the device.
 MAX_READERS = 8
+_LFS_POINTER = b"version https://git-lfs"
+# Without a scale beside them, others would be copied as if they were the weights.
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Written by some exporters although they can be computed; not parameters.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -35,12 +38,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, by its index where it has one.
 
     Raises:
-        UsageError: There is none, or the index names a file that is missing.
+        UsageError: There is none, or the index is none or names a file that is missing.
     """
     index = folder / _INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise UsageError(f"{index}: names files that are missing: {', '.join(missing)}")
@@ -49,6 +51,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not files:
         raise UsageError(f"{folder}: no *.safetensors file; use --load-format dummy for no weights")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON and of UTF-8
+        raise UsageError(f"{index}: is no JSON: {error}") from None
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UsageError(f"{index}: key 'weight_map' must map tensors to file names")
+    return names
 
 
 def load_safetensors(
@@ -65,7 +78,8 @@ def load_safetensors(
         Bytes read.
 
     Raises:
-        UsageError: A tensor is missing, unknown, or of another shape; names it.
+        UsageError: A file cannot be read; a tensor is missing, unknown, of another shape or of a
+            dtype that is no plain number; names it.
     """
     start = time.perf_counter()
     files = checkpoint_files(folder)
@@ -89,6 +103,23 @@ def _load_file(
     path: Path, destinations: Mapping[str, Tensor], shards: Shards
 ) -> tuple[set[str], int]:
     """Copy one file's tensors; returns their names and bytes."""
+    try:
+        return _load_tensors(path, destinations, shards)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path}: {_unreadable(path, error)}") from error
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
+        return "is a pointer of Git LFS, not the weights; fetch them with git lfs pull"
+    return f"is no whole safetensors file of {path.stat().st_size:,} bytes: {error}"
+
+
+def _load_tensors(
+    path: Path, destinations: Mapping[str, Tensor], shards: Shards
+) -> tuple[set[str], int]:
     names: set[str] = set()
     num_bytes = 0
     with safe_open(path, framework="pt") as file:
@@ -127,6 +158,12 @@ def _fill(destination: Tensor, tensor: Tensor, label: str) -> None:
     is_spread = tensor.dim() == 1 and destination.dim() == 2  # a norm shared by all heads
     expected = destination.shape[1:] if is_spread else destination.shape
     _check_shape(tuple(tensor.shape), tuple(expected), label)
+    if tensor.dtype not in _PLAIN_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _PLAIN_DTYPES)
+        raise UsageError(
+            f"{label} is {str(tensor.dtype).removeprefix('torch.')}, a quantized checkpoint's; "
+            f"weights can be {known}"
+        )
     destination.copy_(tensor)
 
 
