@@ -81,10 +81,10 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"repro: {registry().unknown(unknown[0])}")
     rows: list[ReproRow] = []
     for name in names:
-        rows += run_backend(name, args.tokens)
+        shown = run_backend(name, args.tokens)
+        rows += shown
         if not args.json:  # at once: a backend may take minutes to build
-            for row in (r for r in rows if r.backend == name):
-                print(_line(row), flush=True)
+            print("\n".join(map(_line, shown)), flush=True)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     outcomes = {row.outcome for row in rows}

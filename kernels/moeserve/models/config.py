@@ -7,7 +7,6 @@ and nowhere else. `models/__init__.py` finds the class that runs an architecture
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import cast
 
 from moeserve import presets
 from moeserve.errors import Unsupported, UsageError
+from moeserve.json_file import json_object
 from moeserve.moe.spec import RoutingSpec
 
 logger = logging.getLogger(__name__)
@@ -107,24 +107,14 @@ def _raw_config(model: str) -> tuple[Keys, str]:
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{folder}: no config.json; is this a Hugging Face model folder?")
-    keys = _json_object(path)
+    keys = json_object(path)
     extra = folder / "generation_config.json"
     if extra.is_file():
         # The generation file's end-of-text ids are the ones that really end a reply.
-        eos = _json_object(extra).get("eos_token_id")
+        eos = json_object(extra).get("eos_token_id")
         if eos is not None:
             keys["eos_token_id"] = eos
     return keys, str(path)
-
-
-def _json_object(path: Path) -> dict[str, object]:
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(keys, dict):
-        raise UsageError(f"{path}: expected an object, got {type(keys).__name__}")
-    return keys
 
 
 def parse_model_spec(keys: Keys, source: str) -> ModelSpec:

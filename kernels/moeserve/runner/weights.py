@@ -7,7 +7,6 @@ ranks, its `Shards` say which part of a tensor is wanted here, and nothing else 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import zlib
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moeserve.errors import UsageError
+from moeserve.json_file import json_object
 from moeserve.models.shards import NOT_CUT, Cut, Shards
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON and of UTF-8
-        raise UsageError(f"{index}: is no JSON: {error}") from None
-    names = found.get("weight_map") if isinstance(found, dict) else None
+    names = json_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UsageError(f"{index}: key 'weight_map' must map tensors to file names")
     return names

@@ -6,7 +6,6 @@ weights and `config.json` are the engine's (`engine/startup.py`), which loads th
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from moeserve.args import ServeConfig
 from moeserve.errors import BadRequest, UsageError
+from moeserve.json_file import json_object
 from moeserve.presets import is_preset
 from moeserve.server.protocol import CompletionBody, parse_body
 from moeserve.server.tokenizer import Tokenizer, load_tokenizer
@@ -88,12 +88,7 @@ def sampling_defaults_of(config: ServeConfig) -> dict[str, float]:
     path = Path(config.engine.model) / "generation_config.json"
     if config.generation_config != "auto" or not path.is_file():
         return {}
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{path}: expected an object, got {type(document).__name__}")
+    document = json_object(path)
     found = {
         ours: document[name]
         for name, ours in _DEFAULTS_READ.items()
