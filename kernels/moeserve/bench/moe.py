@@ -3,13 +3,15 @@
 Receives shapes and token counts; returns 0. Weights and tokens are random and fresh, routing is
 uniform or skewed, times are medians over graph replays that rotate inputs beyond the L2. The floor
 is the larger of bytes over the read rate and operations over the matmul rate, both measured in the
-same run. `--tune` measures tile sizes instead (`tune.py`) and writes the table.
+same run. A backend begins with the card rested, so that none pays for the one before it. `--tune`
+measures tile sizes instead (`tune.py`) and writes the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +37,9 @@ SHAPES = {
 }
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192, 16384)
 L2_BYTES = 60e6
+# A second of 16,384 tokens brings an H200 to its power limit, from 1,980 down to 1,300 MHz, and the
+# next single token takes up to a tenth longer; half a second later it does not.
+REST_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Row:
         us: Median microseconds a layer; None where it refused or failed.
         error: ‖out - ref‖ / ‖ref‖ against float32.
         floor_us: Least time by bytes and operations.
-        experts: Experts touched.
+        experts: Experts touched, the mean over the input sets.
         note: Why there is no time.
     """
 
@@ -60,7 +65,7 @@ class Row:
     us: float | None
     error: float | None
     floor_us: float
-    experts: int
+    experts: float
     note: str = ""
 
 
@@ -146,7 +151,7 @@ def _bench_shape(
         max_num_tokens=max(tokens), needs_graph=True,
     )  # fmt: skip
     print(f"\n{name} E={shape.E} H={shape.H} I={shape.I} K={shape.K}, {routing} routing")
-    print(f"{'T':>6} {'experts':>7} {'floor us':>9} {'backend':>20} {'us':>9} {'x floor':>8} error")
+    print(f"{'T':>6} {'experts':>7} {'floor us':>9} {'backend':>20} {'us':>9} {'share':>6} error")
     rows = []
     for backend in [only] if only else list(registry().names):
         answer = ask(spec, backend, registry())
@@ -156,6 +161,7 @@ def _bench_shape(
         weights = _random_weights(shape)
         raw = MoEWeights(weights.w13.clone(), weights.w2.clone())
         converted = convert_to_unquantized_kernel_format(registry().get(backend), raw)
+        time.sleep(REST_S)
         for T in tokens:
             rows.append(_bench_one(name, routing, spec, backend, (weights, converted), T, rates))
         del raw, converted, weights
@@ -179,7 +185,7 @@ def random_routed(shape: LayerShape, T: int, routing: str) -> Routed:
     return Routed(top.indices.int(), top.values / top.values.sum(-1, keepdim=True))
 
 
-def floor_us(shape: LayerShape, T: int, experts: int, rates: dict[str, float]) -> float:
+def floor_us(shape: LayerShape, T: int, experts: float, rates: dict[str, float]) -> float:
     """The larger of bytes over the read rate and operations over the matmul rate."""
     num_bytes = experts * 3 * shape.H * shape.I * 2 + 2 * T * shape.H * 2
     operations = 6 * T * shape.K * shape.H * shape.I
@@ -202,7 +208,7 @@ def _bench_one(
     torch.manual_seed(T)  # every backend gets the same tokens and the same experts
     routed = [random_routed(shape, T, routing) for _ in range(sets)]
     x = [torch.randn(T, shape.H, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
-    experts = sum(torch.unique(r.topk_ids).numel() for r in routed) // sets
+    experts = sum(torch.unique(r.topk_ids).numel() for r in routed) / sets
     floor = floor_us(shape, T, experts, rates)
     backend = registry().get(backend_name)
     size = backend.workspace_bytes(spec, T)
@@ -216,10 +222,10 @@ def _bench_one(
                                x[0], routed[0], plain)  # fmt: skip
     except (RuntimeError, NotImplementedError) as failure:  # one backend's fault ends one row
         note = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-        print(f"{T:6d} {experts:7d} {floor:9.1f} {backend_name:>20} {note}")
+        print(f"{T:6d} {experts:7.1f} {floor:9.1f} {backend_name:>20} {note}")
         return Row(name, routing, T, backend_name, None, None, floor, experts, note)
     print(
-        f"{T:6d} {experts:7d} {floor:9.1f} {backend_name:>20} {us:9.1f} {us / floor:8.2f} "
+        f"{T:6d} {experts:7.1f} {floor:9.1f} {backend_name:>20} {us:9.1f} {floor / us:6.0%} "
         f"{error:.5f}"
     )
     return Row(name, routing, T, backend_name, us, error, floor, experts)
