@@ -180,7 +180,7 @@ def test_fixed_products_have_the_same_bits_whoever_computes_a_part(
 ) -> None:
     assert linear.num_parts(N, K) == parts
     x, weight = torch.randn(40, K, device=DEVICE), torch.randn(N, K, device=DEVICE)
-    project = linear.FixedProjection(torch.device("cpu"))
+    project = linear.FixedProjection(torch.device(DEVICE))
     split = project(x, weight)
     assert error(split, (x.double() @ weight.double().T).cpu()) < LIMIT
     # Counters are clear again: a second call gives the same.
