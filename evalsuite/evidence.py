@@ -112,6 +112,15 @@ def contradiction(evidence: BackendEvidence, expected: ExpectBackend | None) -> 
     if strongest < LEVELS.index(expected.level):
         return (
             f"expect_backend asks for level {expected.level!r} and it is not known "
-            f"({evidence.describe()})"
+            f"({evidence.describe()}){evidence.why}"
         )
     return ""
+
+
+def early_contradiction(evidence: BackendEvidence, expected: ExpectBackend | None) -> str:
+    """The same for what a server says before the questions: what is not known yet may follow."""
+    if not canonical_backend(evidence.logged):
+        return ""
+    if expected is not None:
+        expected = expected.model_copy(update={"level": "declared"})
+    return contradiction(evidence, expected)

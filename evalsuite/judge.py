@@ -46,6 +46,7 @@ class RunContext:
         family_size: Jobs of this run that share one false-alarm rate (Bonferroni); 1 for none.
             A whole run is better judged with 1 and then with `family.hold_family_rate`.
         model_revision: Revision or hash of the weights, "" if unknown.
+        server_build: What the server said of its code, "" if nothing.
         error: What kept the job from its end (`ServerError`, `EvalError`, ...), None otherwise.
     """
 
@@ -58,6 +59,7 @@ class RunContext:
     log_tail: tuple[str, ...] = ()
     family_size: int = 1
     model_revision: str = ""
+    server_build: str = ""
     error: Exception | None = None
 
 
@@ -139,7 +141,11 @@ def _undecided(
         engine=context.engine,
         duration_s=context.duration_s,
         startup_s=context.startup_s,
-        detail={"sampling": config.sampling, "model_revision": context.model_revision},
+        detail={
+            "sampling": config.sampling,
+            "model_revision": context.model_revision,
+            "server_build": context.server_build,
+        },
     )
 
 
@@ -152,10 +158,10 @@ def _problem(
     if error is not None:
         first_line = str(error).strip().split("\n", 1)[0]
         return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
-    if result is None:
-        return "no evaluation took place"
     if mismatch := contradiction(evidence, job.config.expect_backend):
         return mismatch
+    if result is None:
+        return "no evaluation took place"
     if result.stopped.startswith(DECIDED):
         return ""
     if result.stopped:

@@ -73,7 +73,8 @@ class LedgerHead:
     """First line of a ledger: what its answers depend on besides the prompt.
 
     A run may only go on with a ledger whose head is equal to its own. `server` is the engine with
-    the file's environment and arguments, secrets masked.
+    the file's environment and arguments, secrets masked; `build` what the server said of its code
+    and `weights` their revision, "" where nothing is known: that is equal to everything.
     """
 
     evaluator: str
@@ -85,6 +86,8 @@ class LedgerHead:
     stop: tuple[str, ...] = ()
     is_chat: bool = False
     server: str = ""
+    build: str = ""
+    weights: str = ""
     version: int = VERSION
 
 
@@ -200,6 +203,16 @@ def read_ledger(path: Path) -> list[LedgerRecord]:
     return [latest[key] for key in sorted(latest)]
 
 
+def read_build(path: Path) -> str:
+    """The build of the server that a ledger was begun with, "" where nothing is known of it.
+
+    Raises:
+        ConfigError: The file is no ledger.
+    """
+    head, _, _ = _read(path)
+    return head.build if head else ""
+
+
 def _read(path: Path) -> tuple[LedgerHead | None, list[LedgerRecord], int]:
     """Head, records and the number of bytes that are whole lines."""
     if not path.exists():
@@ -223,14 +236,28 @@ def _read(path: Path) -> tuple[LedgerHead | None, list[LedgerRecord], int]:
     return head, records, good
 
 
+# What is found out of a server; the rest of a head is asked for.
+_IDENTITY = {"build": "server", "weights": "model's weights"}
+
+
 def _check_head(path: Path, found: LedgerHead, wanted: LedgerHead) -> None:
     different = [
         f"{key} {getattr(found, key)!r} (now {getattr(wanted, key)!r})"
         for key in _HEAD_KEYS
-        if getattr(found, key) != getattr(wanted, key)
+        if key not in _IDENTITY
+        and getattr(found, key) != getattr(wanted, key)
         # Earlier versions did not write it down.
         and not (key == "server" and not found.server)
     ]
     if different:
         message = f"was begun with other settings: {', '.join(different)}; {_REMEDY}"
         raise ConfigError(Problem("error", message, file=str(path)))
+    for key, what in _IDENTITY.items():
+        before, now = getattr(found, key), getattr(wanted, key)
+        if before and now and before != now:
+            message = (
+                f"holds answers of another build: the {what} had {before!r} and now {now!r}, and "
+                "answers of both are no one accuracy; ask all again in a new folder "
+                "(`evalsuite rerun RUN`), or delete the file"
+            )
+            raise ConfigError(Problem("error", message, file=str(path)))

@@ -25,15 +25,17 @@ from evalsuite.engines.base import Engine
 from evalsuite.engines.external import External
 from evalsuite.errors import ConfigError, EvalError, EvalsuiteError, Problem, ServerError
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest, Progress
-from evalsuite.evidence import BackendEvidence
+from evalsuite.evidence import BackendEvidence, early_contradiction
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.jobs import EvalJob
 from evalsuite.judge import RunContext, floor_of, judge, needs_repeat
+from evalsuite.ledger import read_build
 from evalsuite.model_revision import model_revision
 from evalsuite.progress import Display
 from evalsuite.run_folder import RunFolder
 from evalsuite.run_options import RunOptions, reproduce
 from evalsuite.server import RunningServer, StartSettings
+from evalsuite.server_build import resumed_note, server_build
 from evalsuite.shared_server import SharedServer
 from evalsuite.tasks.data import source_from
 from evalsuite.verdict import Status, Verdict
@@ -118,13 +120,16 @@ def run(job: EvalJob, this: Run) -> Verdict:
                 context,
                 startup_s=server.startup_s if is_new else 0.0,
                 model_revision=model_revision(job.config, this.options.environ),
+                server_build=server_build(server.base_url, server.api_key),
             )
             before = _drafts(job, server)
-            result = _evaluate(job, server, this, context)
-            if not server.is_alive:
-                raise _died(server, result)
+            if not _is_refuted(job, engine, server):
+                result = _evaluate(job, server, this, context)
+                if not server.is_alive:
+                    raise _died(server, result)
             evidence = engine.evidence(job, server.base_url, server.log_text())
-            fault = _acceptance(job, server, before)
+            if result is not None:
+                fault = _acceptance(job, server, before)
             if not server.is_alive:
                 raise _died(server, result)
         except EvalsuiteError as caught:
@@ -140,6 +145,12 @@ def run(job: EvalJob, this: Run) -> Verdict:
     if fault and verdict.status is Status.PASS:
         verdict = replace(verdict, status=Status.FAIL, reason=fault)
     return verdict
+
+
+def _is_refuted(job: EvalJob, engine: Engine, server: RunningServer) -> bool:
+    """Whether the server says, before the first question, that another backend serves."""
+    early = engine.early_evidence(job, server.base_url)
+    return bool(early_contradiction(early, job.config.expect_backend))
 
 
 def _acquire(job: EvalJob, engine: Engine, this: Run) -> tuple[RunningServer, bool]:
@@ -178,15 +189,18 @@ def _evaluate(job: EvalJob, server: RunningServer, this: Run, context: RunContex
         api_key=server.api_key,
         timeout_s=job.config.timeout_for(job.pool.vendor if job.pool else ""),
         order_seed=job.config.seed if watch and evaluator.CAN_SHUFFLE else None,
+        server_build=context.server_build,
+        model_revision=context.model_revision,
     )
     baseline = _baseline(job, this.options)
+    begun_with = read_build(request.ledger_path)
     kept = ""
     while True:
         # A plan of repeats is looked at between them; only the first can be hopeless.
         watched = _watched(request, job, server, this, watch if request.repeats == 1 else None)
         result = _guarded(evaluator.evaluate, watched, server)
         if request.repeats == 1 and result.reused:
-            kept = f"{result.reused} answers are from before the run was resumed"
+            kept = resumed_note(result.reused, begun_with, context.server_build)
         records = this.folder.records(job.id)
         if (
             result.stopped
@@ -246,10 +260,10 @@ def _guarded(
         raise server.died("evaluation") from None
 
 
-def _died(server: RunningServer, result: EvalResult) -> ServerError:
+def _died(server: RunningServer, result: EvalResult | None) -> ServerError:
     """The server's end, with how far the questions had come; the counts stay in the verdict."""
     error = server.died("evaluation")
-    if not result.num_failed:
+    if result is None or not result.num_failed:
         return error
     missing = f"{result.num_failed} of {result.num_questions} questions have no answer"
     first = f", the first: {result.first_error}" if result.first_error else ""

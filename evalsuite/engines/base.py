@@ -53,6 +53,10 @@ class Engine(Protocol):
         """Why this engine cannot serve the job (or any) on this machine, "" if it can."""
         ...
 
+    def early_evidence(self, job: EvalJob, base_url: str) -> BackendEvidence:
+        """Ask a ready server what it will not change its mind about; all "" where it cannot say."""
+        ...
+
     def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
         """Collect what the server says about its MoE backend and the switches it ignored."""
         ...

@@ -50,7 +50,11 @@ class External:
 
     def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
         """Ask `/v1/backends`; another engine than ours answers 404 and stays unknown."""
-        return MOESERVE.evidence(job, base_url, log_text)
+        return MOESERVE.evidence(job, base_url, log_text, self.api_key)
+
+    def early_evidence(self, job: EvalJob, base_url: str) -> BackendEvidence:
+        """The same, before the questions."""
+        return MOESERVE.early_evidence(job, base_url, self.api_key)
 
 
 ENGINE = External()

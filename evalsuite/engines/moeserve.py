@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,28 +97,36 @@ class Moeserve:
             )
         return ""
 
-    def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
+    def evidence(
+        self, job: EvalJob, base_url: str, log_text: str, api_key: str = ""
+    ) -> BackendEvidence:
         """Ask the server; what it does not answer stays unknown, with the reason in `detail`."""
+        known = self.early_evidence(job, base_url, api_key)
         expected = job.config.expect_backend
-        detail: dict[str, object] = {}
-        logged = executed = ""
-        # A server that asks for a key asks here too.
-        api_key = api_key_of(job.config.server_args, job.config.env)
-        ask = functools.partial(_ask, base_url, api_key=api_key, detail=detail)
-        body = ask("/v1/backends", _BACKENDS_TIMEOUT_S)
-        if body is not None:
-            detail["backends"] = body
-            logged = chosen_backend(body)
-            detail["why"] = why_chosen(body, expected.name if expected else "")
-        if expected is not None and expected.level == "executed":
-            seen = ask("/v1/evidence", _PROFILE_TIMEOUT_S)
-            if seen is not None:
-                plan = body.get("moe") if isinstance(body, dict) else None
-                executed, detail["kernels"] = executed_backend(seen, plan)
-                detail["evidence"] = seen
-        return BackendEvidence(
-            declared=declared_backend(job), logged=logged, executed=executed, detail=detail
+        if expected is None or expected.level != "executed":
+            return known
+        ask = functools.partial(_ask, base_url, api_key=_key(job, api_key))
+        seen, fault = ask("/v1/evidence", _PROFILE_TIMEOUT_S)
+        if seen is None:
+            why = "; ".join(filter(None, [str(known.detail.get("why", "")), fault]))
+            return replace(known, detail={**known.detail, "why": why})
+        body = known.detail.get("backends")
+        plan = body.get("moe") if isinstance(body, dict) else None
+        executed, kernels = executed_backend(seen, plan)
+        detail = {**known.detail, "kernels": kernels, "evidence": seen}
+        return replace(known, executed=executed, detail=detail)
+
+    def early_evidence(self, job: EvalJob, base_url: str, api_key: str = "") -> BackendEvidence:
+        """The server's choice, made once at its load; another engine than ours answers 404."""
+        expected = job.config.expect_backend
+        body, fault = _ask(
+            base_url, "/v1/backends", _BACKENDS_TIMEOUT_S, api_key=_key(job, api_key)
         )
+        if body is None:
+            return BackendEvidence(declared=declared_backend(job), detail={"why": fault})
+        why = why_chosen(body, expected.name if expected else "")
+        detail = {"backends": body, "why": why}
+        return BackendEvidence(declared_backend(job), chosen_backend(body), detail=detail)
 
 
 _STAND_IN = "qwen3-30b-a3b"
@@ -181,17 +190,18 @@ def _check_flags(config: EvalConfig) -> None:
         raise ConfigError(Problem("error", message, key="server_args")) from error
 
 
-def _ask(
-    base_url: str, path: str, timeout_s: float, *, api_key: str, detail: dict[str, object]
-) -> Any:
+def _key(job: EvalJob, given: str) -> str:
+    """A server that asks for a key asks here too."""
+    return given or api_key_of(job.config.server_args, job.config.env)
+
+
+def _ask(base_url: str, path: str, timeout_s: float, *, api_key: str) -> tuple[Any, str]:
+    """The body of a reply, else None and why there is none."""
     try:
         status, body = get(base_url, path, timeout_s=timeout_s, api_key=api_key)
-        if status == 200:
-            return json.loads(body)
-        detail[path] = f"answers {status}"
+        return (json.loads(body), "") if status == 200 else (None, f"{path} answers {status}")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        detail[path] = f"{type(error).__name__}: {error}"
-    return None
+        return None, f"{path}: {type(error).__name__}: {error}"
 
 
 def chosen_backend(body: Any) -> str:

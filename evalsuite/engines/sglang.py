@@ -87,6 +87,10 @@ class Sglang:
         """The package is not there."""
         return "" if self.version() else "engine sglang: the package sglang is not installed here"
 
+    def early_evidence(self, job: EvalJob, base_url: str) -> BackendEvidence:
+        """It has no route that says it."""
+        return BackendEvidence()
+
     def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
         """Read the log; its argument dump counts only where it names a backend."""
         found: list[str] = []

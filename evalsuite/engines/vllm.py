@@ -90,6 +90,10 @@ class Vllm:
             return ""
         return "engine vllm: no vllm on the PATH or in this environment (pip install vllm)"
 
+    def early_evidence(self, job: EvalJob, base_url: str) -> BackendEvidence:
+        """It has no route that says it."""
+        return BackendEvidence()
+
     def evidence(self, job: EvalJob, base_url: str, log_text: str) -> BackendEvidence:
         """Read the log, and profile a request where the config asks for level "executed"."""
         lines = backend_lines(log_text)

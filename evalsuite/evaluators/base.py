@@ -72,6 +72,8 @@ class EvaluationRequest:
         has_logprobs: Record the log-probability of each generated token.
         api_key: Bearer token, "" for none.
         timeout_s: Limit of one attempt, None for the config's `request_timeout_seconds`.
+        server_build: What the server said of its code (`server_build.py`), "" if nothing.
+        model_revision: Of the weights, "" if unknown.
         on_progress: Called in this thread about ten times a second, and at the end.
         should_abort: Asked about twenty times a second; a text (the reason) ends the evaluation
             at once, with whatever is open counted as failed.
@@ -89,6 +91,8 @@ class EvaluationRequest:
     has_logprobs: bool = False
     api_key: str = field(default="", repr=False)
     timeout_s: float | None = None
+    server_build: str = ""
+    model_revision: str = ""
     on_progress: Callable[[Progress], None] | None = None
     should_abort: Callable[[], str] | None = None
 

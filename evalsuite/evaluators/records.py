@@ -114,6 +114,8 @@ def ledger_head(evaluator: str, request: EvaluationRequest, task: Task) -> Ledge
         stop=task.stop,
         is_chat=config.use_chat_completions,
         server=_server(config),
+        build=request.server_build,
+        weights=request.model_revision,
     )
 
 

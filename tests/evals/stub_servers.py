@@ -54,6 +54,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--failing-rpc", default="")
     parser.add_argument("--log-per-request", type=int, default=0)
     parser.add_argument("--argv-file", default="")
+    parser.add_argument("--routes", default="", help="JSON file: GET path -> body; read each time.")
     return parser.parse_known_args()[0]
 
 
@@ -61,6 +62,10 @@ def note_pid(path: str) -> None:
     if path:
         with Path(path).open("a") as file:
             file.write(f"{os.getpid()}\n")
+
+
+def read(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -98,6 +103,8 @@ class Handler(BaseHTTPRequestHandler):
                 f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}.0\n'
                 f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
             )
+        elif self.opts.routes and self.path in (more := json.loads(read(self.opts.routes))):
+            self.reply(200, more[self.path])
         else:
             self.reply(404, {"error": {"message": "no such route"}})
 

@@ -206,3 +206,15 @@ def test_another_file_is_no_ledger_and_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a line of a ledger"):
         Ledger(path, HEAD)
     assert path.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize("key", ["build", "weights"])
+def test_answers_of_two_builds_are_not_mixed_and_an_unknown_one_is_no_other(
+    tmp_path: Path, key: str
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path, replace(HEAD, **{key: "one"})).close()
+    for same in ("one", ""):
+        Ledger(path, replace(HEAD, **{key: same})).close()
+    with pytest.raises(ConfigError, match=r"another build: the .* had 'one' and now 'two'"):
+        Ledger(path, replace(HEAD, **{key: "two"}))

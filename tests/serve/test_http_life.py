@@ -202,7 +202,9 @@ def test_models_tokens_and_other_short_routes(url: str) -> None:
     info = httpx.get(f"{url}/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("<eos>", None)
     assert httpx.get(f"{url}/v1/evidence").json()["num_moe_layers"] == 4
-    assert httpx.get(f"{url}/version").json()["version"]
+    said = httpx.get(f"{url}/version").json()
+    assert said["version"]
+    assert len(said["source"]) == 16
     missing = httpx.get(f"{url}/v1/nope")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert httpx.get(f"{url}/v1/completions").status_code == 405

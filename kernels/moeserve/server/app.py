@@ -151,7 +151,7 @@ async def _health(_: Request, service: Service) -> Response:
 
 
 async def _version(_: Request, service: Service) -> Response:
-    return JSONResponse({"version": __version__})
+    return JSONResponse({"version": __version__, "source": service.source})
 
 
 async def _metrics(_: Request, service: Service) -> Response:

@@ -18,6 +18,7 @@ from moeserve.server.chat import ChatTemplate
 from moeserve.server.http_guard import HttpError
 from moeserve.server.metrics import Metrics
 from moeserve.server.params import ModelContext
+from moeserve.server.source import source_hash
 from moeserve.server.turns import HeldBytes, Turns
 
 logger = logging.getLogger("moeserve.server")
@@ -32,6 +33,7 @@ class Service:
         status: Where it stands in its life.
         metrics: Its figures.
         created: Seconds since 1970.
+        source: Hash of the code that runs, read as it starts: files may change afterwards.
         turns: Large bodies are read one after another.
         held: Bytes of bodies that are being read.
     """
@@ -41,6 +43,7 @@ class Service:
         self.status: Status = "loading"
         self.metrics = Metrics(config.served_names[0], self._stats)
         self.created = int(time.time())
+        self.source = source_hash()
         self.turns = Turns()
         self.held = HeldBytes(config.limits.max_held_bytes)
         self._engine: EngineClient | None = None
