@@ -277,9 +277,10 @@ def _validate(
         refused = {key for key, value in document.value.items() if _holds_unreadable(value)}
         # A misspelt key is one fault, not an unknown key and a missing one.
         refused |= config_checks.meant_keys(document.value)
-        return None, [
-            config_faults.describe(fault, document)
+        faults = [
+            fault
             for fault in error.errors()
             if not config_faults.is_noise_of_union(fault)
             and not (fault["type"] == "missing" and fault["loc"][0] in refused)
         ]
+        return None, config_faults.describe_all(faults, document)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from evalsuite.config_types import Calibration, ExpectBackend, Gate, Provenance
 from evalsuite.errors import Problem
-from evalsuite.names import suggestion
+from evalsuite.names import closest, suggestion
 from evalsuite.yaml_loader import Document, dotted
 
 _MODELS: dict[str, type[BaseModel]] = {
@@ -48,6 +48,32 @@ def is_noise_of_union(fault: Any) -> bool:
         and str(loc[1]).startswith("literal[") == isinstance(fault["input"], dict)
         and (str(loc[1]).startswith("literal[") or fault["type"] == "model_type")
     )
+
+
+def describe_all(
+    faults: Sequence[Any],
+    document: Document,
+    fields: Sequence[str] = (),
+    prefix: tuple[str | int, ...] = (),
+) -> list[Problem]:
+    """Turn the faults of one mapping into messages; a misspelt key is one, not two.
+
+    Args:
+        faults: `ValidationError.errors()`.
+        document: Where the values come from.
+        fields: As in `describe`.
+        prefix: As in `describe`.
+    """
+    meant = {
+        (*fault["loc"][:-1], closest(str(fault["loc"][-1]), fields or _fields_of(fault["loc"][0])))
+        for fault in faults
+        if fault["type"] == "extra_forbidden"
+    }
+    return [
+        describe(fault, document, fields, prefix)
+        for fault in faults
+        if not (fault["type"] == "missing" and fault["loc"] in meant)
+    ]
 
 
 def describe(

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from evalsuite.ci.templates import providers
-from evalsuite.config_faults import describe
+from evalsuite.config_faults import describe_all
 from evalsuite.config_types import Strict, between
 from evalsuite.errors import ConfigError, Problem
 from evalsuite.yaml_loader import Document, load_document
@@ -159,7 +159,7 @@ def _read_stanza(
         read = _Stanza.model_validate(stanza)
     except ValidationError as error:
         fields = list(_Stanza.model_fields)
-        return None, [describe(fault, document, fields, (name,)) for fault in error.errors()]
+        return None, describe_all(error.errors(), document, fields, (name,))
     if (read.vendor == "cpu") != (read.gpus_per_node == 0):
         message = f"vendor {read.vendor} with gpus_per_node {read.gpus_per_node} cannot be meant"
         return None, [_at(document, name, message)]

@@ -80,3 +80,23 @@ class TestMeaning:
         assert loaded.sources["engine"] == "command line"
         assert loaded.sources["num_questions"] == "a.yaml:3"
         assert loaded.sources["seed"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "right"),
+    [
+        ("expect_backend: {nam: triton}\n", "expect_backend.nam", "name"),
+        (
+            "calibration: {sigma_rum: 0.1, discordant: 0.1, repeats: 3, num_questions: 9}\n",
+            "calibration.sigma_rum",
+            "sigma_run",
+        ),
+    ],
+)
+def test_a_misspelt_required_key_inside_another_is_one_fault(
+    tmp_path: Path, text: str, key: str, right: str
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(BASE + text)
+    found = [p for p in read_config(path).problems if p.severity == "error"]
+    assert [(p.key, p.message) for p in found] == [(key, f"unknown key; did you mean {right!r}?")]

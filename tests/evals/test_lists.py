@@ -254,3 +254,16 @@ class TestHardware:
         assert any(part in message and at == line for at, message in places), places
         with pytest.raises(ConfigError):
             load_hardware(path)
+
+    @pytest.mark.parametrize(
+        ("right", "wrong"),
+        [("gpus_per_node", "gpus_per_nod"), ("memory_gib", "memory"), ("arch", "archs")],
+    )
+    def test_a_misspelt_required_key_is_one_fault(
+        self, tmp_path: Path, right: str, wrong: str
+    ) -> None:
+        path = tmp_path / "hardware.yaml"
+        path.write_text(f"b200:\n  {POOL.replace(f'{right}:', f'{wrong}:')}")
+        (problem,) = read_hardware(path).problems
+        assert problem.key == f"b200.{wrong}"
+        assert problem.message == f"unknown key; did you mean {right!r}?"
