@@ -15,13 +15,18 @@ import triton.language as tl
 from moeserve.triton_kernels.combine import SlotSum, sum_of_slots
 from moeserve.triton_kernels.dependent import dependent, only_wait_for_inputs, wait_for_inputs
 
+# Up to this many rows, a program each, there is room beside them for the kernel behind to start: a
+# step of 1, 8, 32, 64 and 96 rows gains 1.4 (deterministic), 0.4, 0.2, 0.2 and 0.1 % by it, one of
+# 128 loses 0.7 % (H200).
+MAX_EARLY_ROWS = 96
+
 
 @triton.jit
 def add_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, stride_x, H, eps,
     ids_ptr, map_ptr, counts_ptr, first_expert, num_local, num_experts,
     BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, SLOTS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    HAS_MAP: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, BLOCK_E: tl.constexpr, IS_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: residual += x (where HAS_ADD), out = residual / rms * weight.
 
@@ -31,7 +36,10 @@ def add_norm_kernel(
     col = tl.arange(0, BLOCK)
     is_in = col < H
     weight = tl.load(weight_ptr + col, mask=is_in, other=0.0).to(tl.float32)
-    only_wait_for_inputs(PDL)
+    if IS_EARLY:
+        wait_for_inputs(PDL)
+    else:
+        only_wait_for_inputs(PDL)
     if SLOTS == 0:
         value = tl.load(x_ptr + row * stride_x + col, mask=is_in, other=0.0).to(tl.float32)
     else:
@@ -111,6 +119,7 @@ def add_norm(
         BLOCK=block, HAS_ADD=residual is not None, SLOTS=num_slots, IS_WHOLE=is_whole,
         HAS_MAP=expert_map is not None,
         BLOCK_E=0 if counts is None else triton.next_power_of_2(counts.shape[0]),
+        IS_EARLY=T <= MAX_EARLY_ROWS,
         num_warps=_num_warps(block), **dependent(out),
     )  # fmt: skip
     return out
