@@ -58,6 +58,27 @@ def test_the_editable_form_puts_no_folder_in_front_of_the_real_one(tmp_path: Pat
     assert "_editable_impl_moe_evalsuite.py" in names
 
 
+def test_pytest_does_not_warn_of_the_editable_form_away_from_the_clone(tmp_path: Path) -> None:
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    site = next((home / "lib").iterdir()) / "site-packages"
+    zipfile.ZipFile(build("build_editable", tmp_path)).extractall(site)
+    # The rest of this environment, with whatever form of the package it has behind that one.
+    (site / "zz_shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    away = tmp_path / "away"
+    away.mkdir()
+    command = [home / "bin" / "python", "-m", "pytest", "evalsuite"]
+    done = subprocess.run(
+        [*command, "--config", "config-cpu.txt", "--dry-run"],
+        cwd=away,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "AssertRewriteWarning" not in done.stdout + done.stderr
+
+
 OTHER_TORCH = """\
 import pathlib
 pathlib.Path(r"{marker}").write_text("torch was imported")
