@@ -122,7 +122,7 @@ def _render(
 
 @app.command(name="select")
 def _select(
-    base: str = typer.Option("", "--base", help="Commit that the change goes into."),
+    base: str = typer.Option(None, "--base", help="Commit that the change goes into."),
     head: str = typer.Option("HEAD", "--head", help="The change."),
     changed_files: str = typer.Option("", "--changed-files", help="Changed paths; - for stdin."),
     config: list[str] = _CONFIG,

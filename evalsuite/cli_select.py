@@ -33,7 +33,8 @@ class SelectOptions:
 
     Attributes:
         steps: How the steps of the selected jobs are made.
-        base: Commit that the change goes into.
+        base: Commit that the change goes into, None where it is not given; "", as a variable that
+            CI does not set leaves it, is a commit that cannot be found.
         head: The change.
         changed_files: File of changed paths in place of git, "-" for standard input; separated
             by NUL if there is one in it, by line ends otherwise.
@@ -42,7 +43,7 @@ class SelectOptions:
     """
 
     steps: StepOptions
-    base: str = ""
+    base: str | None = None
     head: str = "HEAD"
     changed_files: str = ""
     form: str = "ids"
@@ -61,7 +62,7 @@ def select(options: SelectOptions, *, explain: bool = False) -> int:
     known = ("ids", "json", MATRIX, *providers())
     if options.form not in known:
         raise ConfigError(f"--format {options.form!r}; known: {', '.join(known)}")
-    if bool(options.base) == bool(options.changed_files):
+    if (options.base is not None) == bool(options.changed_files):
         raise ConfigError("name the change: --base COMMIT, or --changed-files FILE")
     steps = options.steps
     planned = planned_jobs(steps.configs, Path(steps.root) if steps.root else None)
@@ -70,9 +71,9 @@ def select(options: SelectOptions, *, explain: bool = False) -> int:
             top, changed = _top(), _read_paths(options.changed_files)
         else:
             top = selecting.repository_root()
-            changed = selecting.changed_paths(options.base, options.head)
+            changed = selecting.changed_paths(options.base or "", options.head)
         choices = selecting.select(planned, changed, top, steps.watch)
-        looked_at = f"{len(changed)} changed files"
+        looked_at = f"{len(changed)} changed file{'' if len(changed) == 1 else 's'}"
     except selecting.DiffError as error:
         looked_at = "an unknown change"
         print(f"warning: no diff, so every job is selected: {error}", file=sys.stderr)
@@ -83,6 +84,8 @@ def select(options: SelectOptions, *, explain: bool = False) -> int:
             verb = "run " if choice.is_selected else "skip"
             why = choice.reason or "nothing that it runs on changed"
             print(f"{verb} {choice.job.id} ({choice.pool}): {why}", file=sys.stderr)
+        left = len(choices) - len(selected)
+        print(f"{len(selected)} of {len(choices)} jobs run, {left} do not", file=sys.stderr)
     if not selected:
         print(f"nothing to do: no job is touched by {looked_at}", file=sys.stderr)
     _print_choices(selected, options)

@@ -72,6 +72,8 @@ def changed_paths(base: str, head: str = "HEAD", folder: Path | None = None) -> 
     Raises:
         DiffError: No git, no such commit, or no common ancestor (a shallow clone).
     """
+    if not base or not head:
+        raise DiffError(f"the {'head' if base else 'base'} is empty")
     argv = [
         "diff",
         "--name-only",

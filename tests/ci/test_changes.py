@@ -22,7 +22,10 @@ OPTIONS = (
     *("--setup", "echo installed", "--run-args=--engine vllm", "--retries", "2"),
     *("--soft-fail-accuracy", "--watch", "vllm", "--watch", "!vllm/docs"),
 )
-FAKE_AGENT = '#!/bin/bash\n[ "$1 $2" = "pipeline upload" ] && cat "$3" > uploaded.yml\n'
+FAKE_AGENT = """#!/bin/bash
+[ "$1" = annotate ] && exec cat > annotated.md
+[ "$1 $2" = "pipeline upload" ] && cat "$3" > uploaded.yml
+"""
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 def github_matrix(document: dict[Any, Any], base: str) -> tuple[list[dict[str, Any]], str]:
     run = next(step for step in document["jobs"]["select"]["steps"] if step.get("id") == "run")
     Path("output").unlink(missing_ok=True)
-    done = bash(run["run"], BASE=base, GITHUB_OUTPUT="output")
+    done = bash(run["run"], BASE=base, GITHUB_OUTPUT="output", GITHUB_STEP_SUMMARY="summary.md")
     assert done.returncode == 0, done.stderr
     (line,) = Path("output").read_text().splitlines()
     name, _, text = line.partition("=")
@@ -76,12 +79,12 @@ def github_matrix(document: dict[Any, Any], base: str) -> tuple[list[dict[str, A
     return json.loads(text), done.stderr
 
 
-def uploaded(document: dict[Any, Any]) -> list[dict[str, Any]]:
+def uploaded(document: dict[Any, Any], base: str = "main") -> list[dict[str, Any]]:
     (step,) = document["steps"]
     assert step["if"] == "build.pull_request.id != null"
     Path("uploaded.yml").unlink(missing_ok=True)
     script = step["command"].replace("$$", "$")
-    done = bash(script, BUILDKITE_PULL_REQUEST_BASE_BRANCH="main")
+    done = bash(script, BUILDKITE_PULL_REQUEST_BASE_BRANCH=base)
     assert done.returncode == 0, done.stderr
     steps: list[dict[str, Any]] = yaml.safe_load(Path("uploaded.yml").read_text())["steps"]
     return steps
@@ -123,19 +126,42 @@ def test_a_watched_source_runs_every_job_and_documents_none(repository: Reposito
     assert [step["key"] for step in uploaded(buildkite)] == ["eval-b200", "eval-h100"]
 
 
-def test_an_unknown_base_runs_every_job(repository: Repository) -> None:
-    github, _ = render(*OPTIONS)
-    rows, told = github_matrix(github, "0" * 40)
+@pytest.mark.parametrize("base", ["0" * 40, "nowhere", ""])
+def test_an_unknown_base_runs_every_job(repository: Repository, base: str) -> None:
+    github, buildkite = render(*OPTIONS)
+    rows, told = github_matrix(github, base)
     assert [row["key"] for row in rows] == ["eval-b200", "eval-h100"]
     assert "warning: no diff, so every job is selected" in told
+    assert [step["key"] for step in uploaded(buildkite, base)] == ["eval-b200", "eval-h100"]
+    for place in ("summary.md", "annotated.md"):
+        assert "warning: no diff, so every job is selected" in Path(place).read_text()
+        assert "4 of 4 jobs run, 0 do not" in Path(place).read_text()
+
+
+def test_what_does_not_run_and_why_stands_where_a_reviewer_looks(repository: Repository) -> None:
+    github, buildkite = render(*OPTIONS)
+    repository.merge()
+    repository.write("docs/```\nx.md", "new\n")
+    repository.commit()
+    assert github_matrix(github, repository.base)[0] == []
+    assert [step["key"] for step in uploaded(buildkite)] == ["nothing-to-do"]
+    for place in ("summary.md", "annotated.md"):
+        first, *lines, last = Path(place).read_text().strip().splitlines()
+        assert (first[:3], last) == ("```", "```")
+        for job in ("suite/a (h100)", "suite/b (h100)", "other/c (b200)"):
+            assert f"skip {job}: nothing that it runs on changed" in lines
+        assert "0 of 4 jobs run, 4 do not" in lines
+        assert "nothing to do: no job is touched by 1 changed file" in lines
 
 
 def test_a_faulty_config_is_4_and_uploads_nothing(repository: Repository) -> None:
     github, buildkite = render(*OPTIONS)
     repository.write("configs/suite/b.yaml", YAML + "sed: 1\n")
     run = next(step for step in github["jobs"]["select"]["steps"] if step.get("id") == "run")
-    done = bash(run["run"], BASE=repository.base, GITHUB_OUTPUT="output")
+    files = {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary.md"}
+    done = bash(run["run"], BASE=repository.base, **files)
     assert done.returncode == 4
+    assert "did you mean `seed`" in Path("summary.md").read_text()
     assert "did you mean `seed`" in done.stderr
     assert not Path("output").exists()
     script = buildkite["steps"][0]["command"].replace("$$", "$")
