@@ -101,7 +101,7 @@ def test_a_prefix_ends_at_a_slash(repository: Repository, capsys: Capture) -> No
     repository.commit()
     jobs, err = selected(capsys, "--base", repository.base, "--watch", "vllm")
     assert jobs == set()
-    assert "nothing to do: no job is touched by 1 changed files" in err
+    assert "nothing to do: no job is touched by 1 changed file" in err
 
 
 def test_an_empty_diff_is_nothing_to_do_in_every_form(
