@@ -14,12 +14,13 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check acceptance bench render clean
+.PHONY: help demo test test-gpu check acceptance bench render clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        YAML -> server -> questions -> verdict, on this machine's CPU"
 	@echo "make test        the tests (no GPU needed)"
+	@echo "make test-gpu    what runs on a GPU, on one"
 	@echo "make check       ruff, mypy, configs, rendered CI files"
 	@echo "make acceptance  the long runs (marker slow)"
 	@echo "make bench       the tables of docs/benchmarks.md"
@@ -38,8 +39,14 @@ $(VENV)/.dev: $(VENV)/.server
 demo: $(VENV)/.server
 	$(BIN)/python -m pytest evalsuite --config config-cpu.txt
 
+# The same everywhere: a GPU that is here is for test-gpu, whose kernels are not interpreted.
+test: export CUDA_VISIBLE_DEVICES =
+test: export HIP_VISIBLE_DEVICES =
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m "not slow" --timeout=300 $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) tests
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "not slow" --timeout=600 tests/gpu $(wildcard tests/serve/test_triton_*.py) tests/serve/test_flashinfer_attention.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -204,7 +204,7 @@ FLAGS: tuple[Flag, ...] = (
         "--device",
         "engine.device",
         "text",
-        "Where the engine runs.",
+        "Where the engine runs; auto: a GPU, or the CPU for a MoE backend that serves CPUs alone.",
         choices=("auto", "cpu", "cuda"),
     ),
     Flag("--max-body-bytes", "limits.max_body_bytes", "int", "Bytes of a request body.", low=1024),

@@ -17,11 +17,11 @@ from moeserve import presets, tiny
 from moeserve.engine.config import (
     CPU_FAIR_TOKENS,
     CPU_STEP_TOKENS,
-    DTYPES,
     GPU_FAIR_TOKENS,
     GPU_STEP_TOKENS,
     EngineConfig,
 )
+from moeserve.engine.device import choose_device, choose_dtype
 from moeserve.engine.host_steps import HostSteps, Steps
 from moeserve.engine.scheduler import SchedulerLimits
 from moeserve.errors import Unsupported, UsageError
@@ -101,7 +101,7 @@ def start(config: EngineConfig, place: Place, compiling: CompileProcess | None =
     """
     config = replace(config, model=_model_source(config))
     spec = load_model_spec(config.model, config.hf_overrides)
-    device = _device(config)
+    device = choose_device(config)
     _check_ranks(config, spec, place, device)
     threads = _threads(config, spec, device)
     threads.use_for(1)
@@ -109,7 +109,7 @@ def start(config: EngineConfig, place: Place, compiling: CompileProcess | None =
     limits = _limits(config, max_model_len, device)
     options = RunnerOptions(
         device=device,
-        dtype=_dtype(config, spec, device),
+        dtype=choose_dtype(config, spec, device),
         max_model_len=max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         page_size=config.page_size,
@@ -193,27 +193,6 @@ def _model_source(config: EngineConfig) -> str:
             "--load-format dummy for random weights"
         )
     return config.model
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device 'cuda' was asked for, and torch sees none")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    if config.dtype not in DTYPES:
-        raise UsageError(f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
-    name = config.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else spec.dtype
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]
 
 
 def _threads(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CpuThreads:
