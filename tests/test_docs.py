@@ -59,7 +59,8 @@ def documents() -> tuple[str, ...]:
     )
     names = done.stdout.split()
     if not names:  # not a clone
-        names = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")]
+        found = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+        names = [str(path.relative_to(ROOT)) for path in found]
     return tuple(name for name in sorted(names) if (ROOT / name).is_file())
 
 

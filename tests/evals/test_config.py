@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import json
 import sys
 import time
@@ -324,7 +325,8 @@ def test_tags_build_nothing(tmp_path: Path, tag: str) -> None:
         (b"a: b: c\n", "quote a value"),
         (b"a:\n\t- b\n", "tabs"),
         (b"{a: 1\n", "is not YAML"),
-        (b"[" * 5000, "is not YAML"),
+        # Which fault is met first depends on the version of libyaml.
+        (b"[" * 5000, "is not YAML|levels deep"),
         (b"? [a, b]\n: 1\n", "a key must be plain text"),
         (BASE.encode("utf-16"), "not UTF-8"),
         (b"a: " + b"x" * (1 << 20), "the limit is"),
@@ -332,7 +334,7 @@ def test_tags_build_nothing(tmp_path: Path, tag: str) -> None:
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes, part: str) -> None:
     found = errors(tmp_path, content)
-    assert any(part in problem.message for problem in found), [str(x) for x in found]
+    assert any(re.search(part, problem.message) for problem in found), [str(x) for x in found]
 
 
 def test_paths_that_are_no_file(tmp_path: Path) -> None:

@@ -81,7 +81,10 @@ def test_auto_with_every_library(all_installed: None, platform: str, expected: s
     assert chosen(platform, on(QWEN3, dp_size=2)) == expected
 
 
-def test_auto_without_libraries_says_why_each_was_refused() -> None:
+def test_auto_without_libraries_says_why_each_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether it is installed here or not.
+    cutlass = type(registry().get("flashinfer_cutlass"))
+    monkeypatch.setattr(cutlass, "missing", lambda self: "flashinfer-python is not installed")
     plan = select_unquantized_moe_backend(QWEN3, "auto", "cuda-sm120")
     reasons = {r.backend: r.reason for r in plan.rejected}
     assert plan.primary in ("triton", "torch_grouped_mm")
