@@ -136,7 +136,8 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
         return [_read_any(path, root) for path in found_paths]
     known = sorted({path.name for f in suite_folders(root) for path in list_files(f)})
     known_yamls = {path.name for f in suite_folders(root) for path in f.glob("*.yaml")}
-    near = closest(value, [*known, *known_yamls])
+    here = {path.name for path in Path().iterdir() if path.suffix == Path(value).suffix}
+    near = closest(value, [*known, *known_yamls, *here])
     if Path(value).is_dir():
         raise ConfigError(Problem("error", _nothing_named(Path(value)), value))
     if (slashed := Path(value.replace("\\", "/"))).is_file():
@@ -147,7 +148,7 @@ def resolve_lists(value: str, root: Path) -> list[ConfigList]:
     raise ConfigError(
         Problem(
             "error",
-            f"no suite under {root} has {value!r}; "
+            f"no file {value!r} here, and no suite under {root} has it; "
             + (f"did you mean {near!r}? " if near else "")
             + f"lists: {_names(known)}",
         )

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from evalsuite.evaluators.base import Progress
+from evalsuite.report.text import speed_cell
 from evalsuite.verdict import Status, Verdict
 
 # A CI log shows that the run lives, and stays readable.
@@ -72,10 +73,8 @@ def describe(progress: Progress) -> str:
 
 def closing_line(verdict: Verdict) -> str:
     """One line for a job that has ended."""
-    rate = ""
-    if verdict.result is not None and verdict.result.duration_s > 0:
-        asked = verdict.result.num_questions * verdict.result.repeats - verdict.result.reused
-        rate = f", {asked / verdict.result.duration_s:.1f} questions/s"
+    speed = speed_cell(verdict)
+    rate = "" if speed == "-" else f", {speed} questions/s"
     score = "" if verdict.accuracy is None else f" {verdict.accuracy:.4f}"
     took = f" in {verdict.duration_s:.1f} s" if verdict.status is not Status.SKIP else ""
     reason = "" if verdict.status is Status.PASS else f": {verdict.reason.splitlines()[0]}"

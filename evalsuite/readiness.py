@@ -126,8 +126,10 @@ def probe(
         return Probe("starting", f"no answer yet ({type(error).__name__}: {error})")
     except ValueError as error:
         return Probe("starting", f"/v1/models gave no model list ({error})")
+    if not names:
+        return Probe("starting", "/v1/models lists nothing")
     if model not in names:
-        return Probe("wrong_model", f"it serves {', '.join(names) or 'nothing'}, not {model}")
+        return Probe("wrong_model", f"it serves {', '.join(names)}, not {model}")
     return Probe("ready", f"serves {model}")
 
 

@@ -259,7 +259,9 @@ def _wait_ready(server: RunningServer, port: int, port_file: Path, settings: Sta
                 server.startup_s = time.monotonic() - started
                 return
             if seen.state in ("foreign", "wrong_model"):
-                raise server.fault(f"start: {seen.detail}")
+                error = server.fault(f"start: {seen.detail}")
+                error.is_config_fault = seen.state == "wrong_model"
+                raise error
         waited_s = time.monotonic() - started
         if settings.on_wait is not None:
             settings.on_wait(waited_s, watch.describe())

@@ -215,7 +215,8 @@ def with_new_configs(request: RunRequest, names: Sequence[str]) -> RunRequest:
     """
     configs, only = list(request.configs), list(request.only)
     for name in names:
-        if name.endswith((".txt", ".yaml", ".yml")) or Path(name).is_file():
+        # A folder, too: what it is asked for is one of its lists, and the error names them.
+        if name.endswith((".txt", ".yaml", ".yml")) or Path(name).exists():
             configs.append(name)
         elif request.configs:
             only.append(name)

@@ -91,7 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
-        if self.path == "/health":
+        more = json.loads(read(self.opts.routes)) if self.opts.routes else {}
+        if self.path in more:
+            self.reply(200, more[self.path])
+        elif self.path == "/health":
             is_healthy = time.monotonic() >= self.healthy_at
             self.reply(200 if is_healthy else 503, {})
         elif self.path == "/v1/models":
@@ -103,8 +106,6 @@ class Handler(BaseHTTPRequestHandler):
                 f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}.0\n'
                 f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
             )
-        elif self.opts.routes and self.path in (more := json.loads(read(self.opts.routes))):
-            self.reply(200, more[self.path])
         else:
             self.reply(404, {"error": {"message": "no such route"}})
 

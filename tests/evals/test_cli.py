@@ -119,6 +119,8 @@ def test_the_command_that_is_printed_runs_the_same_job_again(suite: Suite) -> No
         (("run", "--config", "config-cpu.txt", "--shard", "5/4"), "5/4"),
         (("run", "--config", "config-cpu.txt", "nobody"), "no job 'nobody'"),
         (("run", "rigth"), "did you mean 'right'?"),
+        (("run", "configs/s"), "is a folder; name one of its lists: config-cpu.txt"),
+        (("run", "rigth.yaml"), "no file 'rigth.yaml' here, and no suite under"),
         (("run",), "no --config given"),
         (("run", "--resume", "nowhere"), "not the folder of a run, nor one below results"),
         (("run", "--resume", "x", "--limit", "3"), "give nothing else"),

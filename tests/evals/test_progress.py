@@ -6,9 +6,10 @@ import io
 
 import pytest
 from rich.console import Console
+from verdict_helpers import make_result
 
 from evalsuite.evaluators.base import Progress
-from evalsuite.progress import LiveDisplay, PlainDisplay, describe, duration
+from evalsuite.progress import LiveDisplay, PlainDisplay, closing_line, describe, duration
 from evalsuite.verdict import Status, Verdict
 
 
@@ -32,6 +33,13 @@ def test_a_line_has_count_rate_accuracy_failures_and_time_left() -> None:
     resumed = Progress(done=60, total=100, correct=60, failed=0, elapsed_s=10.0, reused=50)
     assert describe(resumed) == "60/100 questions, 1.0/s, accuracy so far 1.000, 40 s left"
     assert describe(Progress(0, 100, 0, 0, 0.0)) == "0/100 questions"
+
+
+def test_the_last_line_has_the_rate_of_what_was_answered() -> None:
+    # Ended early: no repeat is complete, and 40 of 100 questions were answered.
+    result = make_result(0, 100, num_answered=40, repeats=0, duration_s=2.0)
+    ended = Verdict("s/a", Status.FAIL, "broken", "threshold", result, duration_s=3.0)
+    assert closing_line(ended) == "s/a: FAIL in 3.0 s, 20.0 questions/s: broken"
 
 
 def test_plain_lines_are_seconds_apart() -> None:

@@ -109,6 +109,19 @@ def test_a_start_that_fails_says_so_with_code_and_last_lines(suite: Suite) -> No
         assert verdict.accuracy is None
 
 
+def test_another_model_is_the_users_to_mend_and_none_yet_is_waited_for(suite: Suite) -> None:
+    for name, data in {"other": [{"id": "other"}], "none": []}.items():
+        routes = suite.folder / f"{name}.json"
+        routes.write_text(json.dumps({"/v1/models": {"object": "list", "data": data}}))
+        suite.add(name, f"--routes {routes}", startup_max_wait_seconds=2 if data else 1)
+    verdicts = execute(suite)
+    assert verdicts["other"].reason == "ServerError: start: it serves other, not stub"
+    assert verdicts["other"].is_config_fault
+    assert "not ready within startup_max_wait_seconds 1: /v1/models" in verdicts["none"].reason
+    assert "lists nothing" in verdicts["none"].reason
+    assert not verdicts["none"].is_config_fault
+
+
 def test_memory_that_stays_in_use_is_named_in_place_of_the_next_start(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:

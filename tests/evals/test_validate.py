@@ -241,7 +241,7 @@ def test_ls(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "(b200, 1 job)" in said
     assert re.search(r"moe-refactor/a +vllm +TP2 +2 GPUs +Qwen/Qwen3-30B-A3B +0.88 - 0.02", said)
     assert list_jobs(["config-none.txt"], root=root) == 4
-    assert "no suite under" in capsys.readouterr().err
+    assert "here, and no suite under" in capsys.readouterr().err
 
 
 def test_as_a_process_it_needs_no_torch_and_shows_no_traceback(tmp_path: Path) -> None:
