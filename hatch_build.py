@@ -16,7 +16,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # hatchling's name for it. Python reads `.pth` files in the order of their names: ours comes after.
 _MODULE = "_editable_impl_moe_evalsuite"
-_LINE = f'import {_MODULE}; {_MODULE}.__doc__ = "PYTEST_DONT_REWRITE"\n'
+# Nothing happens where hatchling has come to call it otherwise.
+_LINE = (
+    f'import sys; loader = sys.modules.get("{_MODULE}"); '
+    'loader and setattr(loader, "__doc__", "PYTEST_DONT_REWRITE")\n'
+)
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
