@@ -157,8 +157,14 @@ def _run(request: RunRequest, folder: RunFolder, *, dry_run: bool) -> int:
         print(f"shard {request.shard}: nothing assigned of {prepared.num_selected} jobs")
         return EXIT_OK
     folder.check_writable()
-    began = time.monotonic()
     folder.begin(request.to_json())
+    with folder.held():
+        return _run_in(folder, request, prepared)
+
+
+def _run_in(folder: RunFolder, request: RunRequest, prepared: Prepared) -> int:
+    """Run the jobs and write the reports into a folder that nobody else has."""
+    began = time.monotonic()
     is_interrupted = False
     try:
         # Many comparisons in one run share one false-alarm rate.

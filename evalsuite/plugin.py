@@ -57,9 +57,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     known = parser.parse_known_args([str(arg) for arg in given.args])
     if not names_evalsuite(known.file_or_dir, given.dir, is_pyargs=known.pyargs):
         return
-    from evalsuite import pytest_run
+    from evalsuite import pytest_options, pytest_run
 
-    pytest_run.add_options(parser)
+    pytest_options.add_options(parser)
     pluginmanager.register(pytest_run, "evalsuite-fixtures")
     pluginmanager.register(pytest_run.Plugin(), RUN_PLUGIN)
 

@@ -26,6 +26,7 @@ from evalsuite.executors.local import group_by_launch
 from evalsuite.jobs import EvalJob
 from evalsuite.pipeline import Run
 from evalsuite.progress import PlainDisplay
+from evalsuite.pytest_options import request_of
 from evalsuite.pytest_text import explain, unmatched, write_line, write_table
 from evalsuite.report.json_report import verdict_from_dict, verdict_to_dict
 from evalsuite.run_folder import RunFolder, new_folder
@@ -61,50 +62,9 @@ _REPLACED = (
 )
 
 
-def add_options(parser: pytest.Parser) -> None:
-    """Declare the options of `pytest evalsuite`."""
-    group = parser.getgroup("evalsuite", "accuracy evaluation of MoE servers")
-    add = group.addoption
-    add("--config", action="append", default=[], metavar="LIST", help="List or YAML; repeatable.")
-    add("--engine", default="", help="Engine in place of the files' own.")
-    add("--base-url", default="", help="Evaluate this running server; nothing is started.")
-    add("--pool", default="", help="Pool in place of the lists' own.")
-    add("--limit", type=int, default=None, metavar="N", help="Ask only the first N questions.")
-    add("--shard", default="", metavar="I/N", help="Run the i-th of n parts.")
-    add("--durations-file", default="", metavar="FILE", help="Recorded durations, for --shard.")
-    add("--record-durations", default="", metavar="FILE", help="Add this run's durations to FILE.")
-    add("--results", default="results", metavar="DIR", help="Folder for run folders.")
-    add("--configs-root", default="", metavar="DIR", help="Folder of the suites.")
-    add("--data-dir", default="", metavar="DIR", help="Folder of data files.")
-    add("--baselines", default="baselines", metavar="DIR", help="Approved baselines.")
-    add("--stop-grace", type=float, default=10.0, metavar="S", help="From TERM to KILL.")
-    add("--no-early-end", action="store_true", help="Ask all questions of a job sure to fail.")
-    add("--dry-run", action="store_true", help="Check and list the jobs; start nothing.")
-
-
-def _request(config: pytest.Config) -> RunRequest:
-    get = config.getoption
-    return RunRequest(
-        configs=tuple(get("--config")),
-        root=get("--configs-root"),
-        engine=get("--engine"),
-        base_url=get("--base-url"),
-        pool=get("--pool"),
-        limit=get("--limit"),
-        shard=get("--shard"),
-        durations=get("--durations-file"),
-        recorded=get("--record-durations"),
-        results=get("--results"),
-        data_dir=get("--data-dir"),
-        baselines=get("--baselines"),
-        grace_s=get("--stop-grace"),
-        ends_early=not get("--no-early-end"),
-    )
-
-
 def _request_of_session(session: pytest.Session) -> RunRequest:
     """The request with what `-k` left of its jobs, so that `--resume` runs no others."""
-    request, prepared = _request(session.config), session.config.stash[_PREPARED]
+    request, prepared = request_of(session.config), session.config.stash[_PREPARED]
     params = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
     ids = [one["job"].id for one in params if isinstance(one.get("job"), EvalJob)]
     if len(ids) == len(prepared.jobs):
@@ -131,7 +91,7 @@ class Plugin:
         if config.option.help:
             return
         try:
-            prepared = prepare(_request(config), dict(os.environ))
+            prepared = prepare(request_of(config), dict(os.environ))
         except ConfigError as error:
             raise pytest.UsageError(f"evalsuite cannot run this:\n{error}") from error
         # Each test is decided by itself, so that the run's false-alarm rate is shared out in
@@ -211,7 +171,7 @@ class Plugin:
             verdicts = list(self._verdicts.values())
             try:
                 config.stash[_FOLDER].finish(verdicts, command, seconds)
-                record_durations(_request(config), verdicts)
+                record_durations(request_of(config), verdicts)
             except OSError as error:
                 self._unwritten = f"the reports cannot be written: {error}"
         if exitstatus not in _REPLACED:
@@ -269,16 +229,28 @@ def shared_server(request: pytest.FixtureRequest) -> Iterator[SharedServer]:
             write_line(request.config, f"evalsuite: {error}")
 
 
+@pytest.fixture(scope="session")
+def run_folder(request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+    """The folder of the run, begun, and shared with workers of this run alone."""
+    folder = request.config.stash[_FOLDER]
+    folder.begin(_request_of_session(request.session).to_json())
+    with folder.held(is_shared=True):
+        yield folder
+
+
 @pytest.fixture
-def verdict(request: pytest.FixtureRequest, job: EvalJob, shared_server: SharedServer) -> Verdict:
+def verdict(
+    request: pytest.FixtureRequest,
+    job: EvalJob,
+    run_folder: RunFolder,
+    shared_server: SharedServer,
+) -> Verdict:
     """Run the job. Errors and skips end here; what is left is PASS or FAIL."""
     config = request.config
-    folder = config.stash[_FOLDER]
-    folder.begin(_request_of_session(request.session).to_json())
     display = PlainDisplay(lambda line: write_line(config, line))
-    run = Run(config.stash[_PREPARED].options, folder, shared_server, display)
+    run = Run(config.stash[_PREPARED].options, run_folder, shared_server, display)
     verdict = pipeline.run(job, run)
-    folder.keep(verdict)
+    run_folder.keep(verdict)
     request.node.stash[_VERDICT] = verdict
     if verdict.status is Status.SKIP:
         pytest.skip(verdict.reason)

@@ -10,13 +10,15 @@ Receives verdicts as they come, so that an interrupted run keeps what it has.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
 import os
 import secrets
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,26 @@ class RunFolder:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             data = {"started_at": now, "version": __version__, "asked": dict(asked)}
             write_text(self.path / "run.json", json.dumps(data, indent=1) + "\n")
+
+    @contextlib.contextmanager
+    def held(self, *, is_shared: bool = False) -> Iterator[None]:
+        """Keep other runs out of a folder that has begun; the system lets go of it at any end.
+
+        Args:
+            is_shared: Whether other shared holders may be there: workers of one run.
+
+        Raises:
+            ConfigError: Another run is writing there.
+        """
+        with (self.path / "run.json").open("rb") as file:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                reason = "another run is writing there; wait for its end, or end it"
+                raise ConfigError(f"{self.path}: {reason}") from error
+            except OSError:
+                pass  # a file system that has no locks: then nobody can be kept out
+            yield
 
     def check_writable(self) -> None:
         """Find out, before anything starts, that reports can be written.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from run_helpers import NUM_QUESTIONS, Suite
+from run_helpers import NUM_QUESTIONS, Suite, wait_until
 
 RUN = ("run", "--configs-root", "configs", "--config", "config-cpu.txt", "--stop-grace", "0.5")
 
@@ -81,3 +83,37 @@ def test_a_resumed_run_mixes_no_answers_of_two_servers_and_says_what_it_kept(
     resumed = suite.run("run", "--resume", name)
     assert resumed.returncode == 0, resumed.stdout
     assert "note: 6 answers are from before the run was resumed" in resumed.stdout
+
+
+@pytest.mark.parametrize("is_pytest", [False, True])
+def test_a_second_run_keeps_out_of_a_folder_that_is_being_written(
+    suite: Suite, is_pytest: bool
+) -> None:
+    count = suite.folder / "count"
+    args = f"{suite.right()} --delay-s 0.05 --count-file {count}"
+    suite.add("job", args, max_concurrency=1)
+    program = (
+        (*("-m", "pytest", "evalsuite"), *RUN[1:]) if is_pytest else ("-m", "evalsuite.cli", *RUN)
+    )
+    first = subprocess.Popen(
+        [sys.executable, *program],
+        cwd=suite.folder,
+        env=suite.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_until(lambda: count.exists() and len(count.read_text()) >= 2, 30.0)
+        name = suite.run_folder().name
+        second = suite.run("run", "--resume", name)
+        assert second.returncode == 4
+        assert f"results/{name}: another run is writing there" in second.stderr
+        output, _ = first.communicate(timeout=30)
+    finally:
+        first.kill()
+    assert first.returncode == 0, output
+    # Nobody but the first has asked, and what it left is whole.
+    assert len(count.read_text()) == NUM_QUESTIONS
+    assert suite.run("run", "--resume", name).returncode == 0
+    assert len(count.read_text()) == NUM_QUESTIONS
