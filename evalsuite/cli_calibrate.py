@@ -6,13 +6,15 @@ the repeats `warm.py`.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from evalsuite.calibrate import calibrate, write_into
 from evalsuite.cli_stats import say
-from evalsuite.errors import ConfigError
+from evalsuite.errors import ConfigError, Problem
 from evalsuite.jobs import EvalJob
+from evalsuite.lists import is_installed
 from evalsuite.run_options import RunOptions
 from evalsuite.verdict import EXIT_OK
 from evalsuite.warm import WarmServer, run_repeats
@@ -51,6 +53,8 @@ def calibrate_job(
     """
     if wanted.repeats < 2:
         raise ConfigError(f"--repeats {wanted.repeats}: noise needs two or more repeats")
+    if wanted.is_written and (fault := _write_fault(job.path)):
+        raise ConfigError(Problem("error", f"{fault}; it is to be written into", str(job.path)))
     with WarmServer(job, options, folder) as warm:
         result = run_repeats(warm, job, options, folder / "ledger.jsonl", wanted.repeats)
     report = calibrate(result, job.config, wanted.alpha)
@@ -61,3 +65,10 @@ def calibrate_job(
         write_into(job.path, report, options.hardware, is_threshold_set=is_set)
         say(f"wrote {job.path}")
     return EXIT_OK
+
+
+def _write_fault(path: Path) -> str:
+    """Why a job's file should not be written, "" where it can; known before hours of repeats."""
+    if is_installed(path):
+        return "is an installed file, gone with the next version: copy it to ./configs"
+    return "" if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK) else "is read-only"

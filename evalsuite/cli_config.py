@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evalsuite.errors import ConfigError, Problem
+from evalsuite.hardware import read_hardware
 from evalsuite.jobs import EvalJob, Selection, load_jobs
-from evalsuite.lists import configs_root, list_files, suite_folders
+from evalsuite.lists import configs_root, hardware_file, list_files, own_root, suite_folders
 from evalsuite.machine import detect_machine
 from evalsuite.names import engine_override
 from evalsuite.new_config import NewConfig, write_config
@@ -111,7 +112,7 @@ def new_config(asked: NewConfig, root: str | None = None) -> int:
         0, or 4 with everything that is wrong and nothing written.
     """
     try:
-        path, list_path, problems = write_config(asked, configs_root(root))
+        path, list_path, problems = write_config(asked, own_root(root))
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_USAGE
@@ -146,6 +147,9 @@ def list_jobs(
             jobs_of[name] = selected.jobs
         except ConfigError as error:
             problems += error.problems
+    if not configs and not every:
+        problems += read_hardware(hardware_file(folder)).problems
+        problems.append(Problem("error", f"no lists (config-<pool>.txt) in {folder}"))
     if problems:
         print_problems(problems)
         return EXIT_USAGE

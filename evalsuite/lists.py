@@ -80,6 +80,23 @@ def configs_root(option: str | Path | None = None, cwd: Path | None = None) -> P
     raise ConfigError("no folder of configs; name one with --configs-root")
 
 
+def own_root(option: str | Path | None = None) -> Path:
+    """The folder of the suites to write into: `configs_root`, but ./configs for the installed one.
+
+    What is written among installed files is gone with the next version.
+
+    Raises:
+        ConfigError: As `configs_root`.
+    """
+    root = configs_root(option)
+    return Path("configs") if option is None and is_installed(root) else root
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file or folder is a part of the installed package."""
+    return path.resolve().is_relative_to(Path(__file__).resolve().parent)
+
+
 def list_files(folder: Path) -> list[Path]:
     """The lists of one folder, by name."""
     return sorted({path for pattern in LIST_PATTERNS for path in folder.glob(pattern)})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evalsuite import lists
 from evalsuite.cli import main
 from evalsuite.cli_config import new_config, validate
 from evalsuite.config import load_config
@@ -132,3 +133,47 @@ class TestNew:
         assert new_config(NewConfig(**{**values, **change}), str(root)) == 4  # type: ignore[arg-type]
         assert part in capsys.readouterr().err
         assert sorted(root.rglob("*")) == before
+
+
+class TestInstalled:
+    """Away from a clone the suites are inside the package: nobody's to write into."""
+
+    @pytest.fixture
+    def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        package = tmp_path / "site-packages" / "evalsuite"
+        suite = package / "configs" / "moe-refactor"
+        suite.mkdir(parents=True)
+        shutil.copy(REPOSITORY / "configs" / "hardware.yaml", package / "configs")
+        (suite / "config-cpu.txt").write_text("job.yaml\n")
+        text = (REPOSITORY / "configs/moe-refactor/MiniGSM-tiny-cpu.yaml").read_text()
+        (suite / "job.yaml").write_text(text)
+        monkeypatch.setattr(lists, "__file__", str(package / "lists.py"))
+        (tmp_path / "mine").mkdir()
+        monkeypatch.chdir(tmp_path / "mine")
+        return package
+
+    def test_a_new_config_lies_in_the_users_own_folder(self, package: Path) -> None:
+        before = sorted(package.rglob("*"))
+        args = ["Qwen/Qwen3-30B-A3B", "--backend", "triton", "--threshold", "0.88"]
+        assert main(["new", *args, "--layout", "tp2", "--pool", "h100"]) == 0
+        assert main(["new", *args, "--layout", "tp4", "--pool", "h100"]) == 0
+        assert sorted(package.rglob("*")) == before
+        own = Path("configs/moe-refactor")
+        assert read_list(own / "config-h100.txt", Path("configs")).problems == []
+        assert len((own / "config-h100.txt").read_text().split()) == 2
+        assert validate(["configs"]) == 0
+
+    def test_calibrate_says_so_before_it_begins(
+        self, package: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["calibrate", "job", "--repeats", "2", "--write"]) == 4
+        assert "is an installed file, gone with the next version" in capsys.readouterr().err
+        assert sorted(path.name for path in Path().iterdir()) == []
+
+    def test_a_folder_without_lists_is_no_empty_answer(
+        self, package: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("configs").mkdir()
+        shutil.copy(REPOSITORY / "configs" / "hardware.yaml", "configs")
+        assert main(["ls"]) == 4
+        assert "no lists (config-<pool>.txt) in configs" in capsys.readouterr().err
