@@ -148,6 +148,27 @@ def test_what_the_user_must_mend_is_exit_4(
     assert not suite.results.exists()
 
 
+INTERRUPTED_WHILE_LOADING = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "evalsuite.config":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["evalsuite", "ls"]
+from evalsuite.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_is_2_as_well(suite: Suite) -> None:
+    done = suite.run(program=("-c", INTERRUPTED_WHILE_LOADING))
+    assert (done.returncode, done.stderr) == (2, "interrupted\n")
+    assert "evalsuite " in suite.run("--version", program=("-m", "evalsuite")).stdout
+
+
 @pytest.mark.parametrize(
     "signals",
     [
