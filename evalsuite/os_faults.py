@@ -1,4 +1,4 @@
-"""A refusal of the operating system -> one line and an exit code, at the process boundary.
+"""A refusal of the operating system -> one line and an exit code, of a job or of the process.
 
 Receives an `OSError` that nothing nearer could explain; returns what to tell and whether it is
 the user's to mend (4) or the machine's (75). Faults of servers and replies are data long before
@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 
+from evalsuite.errors import ConfigError, EvalError, EvalsuiteError
 from evalsuite.verdict import EXIT_INFRASTRUCTURE, EXIT_USAGE
 
 # A name or a right that the command line can change.
@@ -40,6 +41,19 @@ def explain(error: OSError) -> tuple[str, int] | None:
     if error.errno in _USERS and place:
         return f"error: {place}{text}", EXIT_USAGE
     return None
+
+
+def as_error(error: OSError) -> EvalsuiteError:
+    """The same as what ends one job, and not the run.
+
+    Raises:
+        OSError: What only a traceback explains.
+    """
+    explained = explain(error)
+    if explained is None:
+        raise error
+    text = explained[0].removeprefix("error: ")
+    return ConfigError(text) if explained[1] == EXIT_USAGE else EvalError(text)
 
 
 def forget_stdout() -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from evalsuite import baseline_store, engines, evaluators
+from evalsuite import baseline_store, engines, evaluators, os_faults
 from evalsuite.baseline import BaselinePair
 from evalsuite.config import EvalConfig, read_config
 from evalsuite.early_end import GATES, EarlyEnd
@@ -134,6 +134,8 @@ def run(job: EvalJob, this: Run) -> Verdict:
                 raise _died(server, result)
         except EvalsuiteError as caught:
             error = caught
+        except OSError as caught:
+            error = os_faults.as_error(caught)
     verdict = judge(
         job,
         result,

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from evalsuite import pipeline
+from evalsuite import os_faults, pipeline
 from evalsuite.errors import ConfigError, ServerError
 from evalsuite.executors.local import group_by_launch
 from evalsuite.jobs import EvalJob
@@ -233,7 +233,13 @@ def shared_server(request: pytest.FixtureRequest) -> Iterator[SharedServer]:
 def run_folder(request: pytest.FixtureRequest) -> Iterator[RunFolder]:
     """The folder of the run, begun, and shared with workers of this run alone."""
     folder = request.config.stash[_FOLDER]
-    folder.begin(_request_of_session(request.session).to_json())
+    try:
+        folder.begin(_request_of_session(request.session).to_json())
+    except OSError as error:
+        explained = os_faults.explain(error)
+        if explained is None:
+            raise
+        pytest.exit(explained[0], returncode=explained[1])
     with folder.held(is_shared=True):
         yield folder
 
@@ -250,7 +256,8 @@ def verdict(
     display = PlainDisplay(lambda line: write_line(config, line))
     run = Run(config.stash[_PREPARED].options, run_folder, shared_server, display)
     verdict = pipeline.run(job, run)
-    run_folder.keep(verdict)
+    if unkept := run_folder.keep(verdict):
+        write_line(config, unkept)
     request.node.stash[_VERDICT] = verdict
     if verdict.status is Status.SKIP:
         pytest.skip(verdict.reason)

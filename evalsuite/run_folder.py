@@ -133,10 +133,18 @@ class RunFolder:
         """
         return dict(self._read_run()["asked"])
 
-    def keep(self, verdict: Verdict) -> None:
-        """Write one job's verdict."""
+    def keep(self, verdict: Verdict) -> str:
+        """Write one job's verdict.
+
+        Returns:
+            What to say where the disk refuses it, "" usually; the verdict stands all the same.
+        """
         text = json.dumps(verdict_to_dict(verdict), indent=1, default=str) + "\n"
-        write_text(self.job(verdict.job_id) / "verdict.json", text)
+        try:
+            write_text(self.job(verdict.job_id) / "verdict.json", text)
+        except OSError as error:
+            return f"{verdict.job_id}: its verdict.json cannot be written: {error}"
+        return ""
 
     def kept(self, job_id: str) -> Verdict | None:
         """The job's verdict where it is decided, None where it has to run (again).

@@ -59,9 +59,11 @@ def execute(
         for number, job in enumerate(ordered, start=1):
             display.job_started(job.id, f"{number}/{len(ordered)}")
             verdict = folder.kept(job.id) or pipeline.run(job, run)
-            folder.keep(verdict)
+            unkept = folder.keep(verdict)
             verdicts[job.id] = verdict
             display.job_ended(verdict)
+            if unkept:
+                display.note(unkept)
             if stops_at_failure and verdict.status in (Status.FAIL, Status.ERROR):
                 break
     finally:

@@ -155,5 +155,7 @@ def _book(
     verdicts: dict[str, Verdict], display: Display, folder: RunFolder, verdict: Verdict
 ) -> None:
     verdicts[verdict.job_id] = verdict
-    folder.keep(verdict)
+    unkept = folder.keep(verdict)
     display.job_ended(verdict)
+    if unkept:
+        display.note(unkept)

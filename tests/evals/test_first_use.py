@@ -214,6 +214,56 @@ class TestDisks:
         assert "error: the reports cannot be written: [Errno 28] No space left" in done.stdout
         assert "INTERNALERROR" not in done.stdout
 
+    @pytest.mark.parametrize("is_pytest", [False, True])
+    def test_a_low_score_that_cannot_be_written_down_is_one(
+        self, suite: Suite, is_pytest: bool
+    ) -> None:
+        suite.add("wrong")
+        done = self.without_room(suite, "verdict.json", is_pytest)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "s/wrong: its verdict.json cannot be written: [Errno 28] No space" in done.stdout
+        assert "s/right: its verdict.json cannot be written: [Errno 28] No space" in done.stdout
+        assert list(suite.run_folder().rglob("verdict.json")) == []
+        assert statuses(suite.run_folder()) == {"s/right": "PASS", "s/wrong": "FAIL"}
+
+    @pytest.mark.parametrize("is_pytest", [False, True])
+    def test_no_room_for_the_first_word_is_75_whoever_runs(
+        self, suite: Suite, is_pytest: bool
+    ) -> None:
+        done = self.without_room(suite, "run.json", is_pytest)
+        assert done.returncode == 75, done.stdout + done.stderr
+        assert "No space left on device; free some space" in done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+
+    @pytest.mark.parametrize("is_pytest", [False, True])
+    def test_no_room_for_a_servers_log_ends_the_job_and_not_the_run(
+        self, suite: Suite, is_pytest: bool
+    ) -> None:
+        suite.add("again", suite.right(), env={"A": "1"})
+        done = self.without_room(suite, "001.log", is_pytest)
+        assert done.returncode == 75, done.stdout + done.stderr
+        assert statuses(suite.run_folder()) == {"s/right": "ERROR", "s/again": "PASS"}
+        assert "001.log: No space left on device; free some space" in done.stdout
+
+    def without_room(
+        self, suite: Suite, name: str, is_pytest: bool
+    ) -> subprocess.CompletedProcess[str]:
+        """A run on a disk that has no room for files of this name."""
+        (suite.folder / "full.py").write_text(
+            "import errno, pathlib\n"
+            "opened = pathlib.Path.open\n"
+            "def full(path, mode='r', *args, **more):\n"
+            f"    if {name!r} in path.name and mode[0] in 'wa':\n"
+            "        raise OSError(errno.ENOSPC, 'No space left on device', str(path))\n"
+            "    return opened(path, mode, *args, **more)\n"
+            "pathlib.Path.open = full\n"
+        )
+        if is_pytest:
+            args = ("-p", "full", "evalsuite", *RUN[1:], "-q")
+            return suite.run(*args, program=("-m", "pytest"))
+        code = "import sys, full; from evalsuite import cli; sys.exit(cli.main(sys.argv[1:]))"
+        return suite.run(*RUN, program=("-c", code))
+
     def test_a_real_full_device(self) -> None:
         if not Path("/dev/full").exists():
             pytest.skip("no /dev/full on this system")
