@@ -54,6 +54,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--failing-rpc", default="")
     parser.add_argument("--log-per-request", type=int, default=0)
     parser.add_argument("--argv-file", default="")
+    parser.add_argument("--api-key", default="", help="Asked for by every route below /v1.")
     parser.add_argument("--routes", default="", help="JSON file: GET path -> body; read each time.")
     return parser.parse_known_args()[0]
 
@@ -91,6 +92,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        key = self.opts.api_key
+        if key and self.path.startswith("/v1") and self.headers["Authorization"] != f"Bearer {key}":
+            self.reply(401, {"error": {"message": "whose key is that?"}})
+            return
         more = json.loads(read(self.opts.routes)) if self.opts.routes else {}
         if self.path in more:
             self.reply(200, more[self.path])

@@ -21,6 +21,7 @@ from evalsuite.server import StartSettings, start
 from evalsuite.server_build import resumed_note, server_build
 from evalsuite.verdict import Status, Verdict
 
+KEY = "the-key"
 CUTLASS = {
     "moe": {
         "backend": "flashinfer_cutlass",
@@ -60,7 +61,7 @@ def routes(suite: Suite) -> Path:
 def url(suite: Suite, routes: Path) -> Iterator[str]:
     """A server that runs already and counts its questions in `count`."""
     argv = (sys.executable, str(STUB), "--answers", str(suite.answers), "--routes", str(routes))
-    count = ("--count-file", str(suite.folder / "count"))
+    count = ("--count-file", str(suite.folder / "count"), "--api-key", KEY)
     ports = ("--port", "0", "--port-file", "{port_file}")
     spec = LaunchSpec((*argv, *count), served_model="stub", port_args=ports)
     with start(spec, StartSettings(suite.folder / "log", 30, dict(os.environ), 0.5)) as server:
@@ -74,7 +75,7 @@ def asked(suite: Suite) -> int:
 
 def execute(suite: Suite, url: str) -> Verdict:
     request = session.RunRequest(configs=("config-cpu.txt",), root=str(suite.root), base_url=url)
-    prepared = session.prepare(request, suite.environ)
+    prepared = session.prepare(request, {**suite.environ, "OPENAI_API_KEY": KEY})
     folder = RunFolder(suite.results / "run")
     folder.begin(request.to_json())
     (verdict,) = local.execute(prepared.jobs, prepared.options, folder, PlainDisplay(print))
