@@ -14,6 +14,7 @@ from evalsuite import evaluators, tasks
 from evalsuite.config import EvalConfig
 from evalsuite.errors import ConfigError, EvalError, ServerError
 from evalsuite.evaluators.base import EvalResult, EvaluationRequest
+from evalsuite.evidence import contradiction
 from evalsuite.gpu_memory import GpuMemory
 from evalsuite.jobs import EvalJob
 from evalsuite.pipeline import engine_of
@@ -31,7 +32,8 @@ class WarmServer:
     """The job's server; use it as a context manager.
 
     Raises:
-        ServerError: On entering, where the engine is absent or the server does not get ready.
+        ServerError: On entering, where the engine is absent, the server does not get ready, or
+            another MoE backend serves than the job names.
     """
 
     def __init__(self, job: EvalJob, options: RunOptions, folder: Path) -> None:
@@ -56,7 +58,14 @@ class WarmServer:
             memory=GpuMemory(),
             absent_limit_s=self._job.config.absent_limit_s,
         )
-        self._server = start(engine.launch_spec(self._job), settings)
+        self._server = server = start(engine.launch_spec(self._job), settings)
+        try:
+            evidence = engine.evidence(self._job, server.base_url, server.log_text())
+            if mismatch := contradiction(evidence, self._job.config.expect_backend):
+                raise ServerError(f"ready: {mismatch}", command=server.command)
+        except BaseException:
+            server.stop()  # an interrupt, too: nobody leaves what was not entered
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,22 @@ class TestBackend:
         assert (verdict.status, asked(suite)) == (Status.ERROR, NUM_QUESTIONS)
         assert "level 'logged' and it is not known" in verdict.reason
         assert verdict.reason.endswith("; /v1/backends answers 404")
+
+    @pytest.mark.parametrize(
+        "command",
+        [("calibrate", "one", "--repeats", "2"), ("baseline", "save", "one", "--repeats", "2")],
+    )
+    def test_what_is_no_run_measures_no_other_one_either(
+        self, suite: Suite, command: tuple[str, ...]
+    ) -> None:
+        said = "Using TRITON Unquantized MoE backend out of potential backends: ['TRITON']."
+        count = suite.folder / "count"
+        args = f"{suite.right()} --count-file {count} --say {shlex.quote(said)}"
+        suite.add("one", args, expect_backend="flashinfer_cutlass")
+        done = suite.run(*command, "--configs-root", "configs")
+        assert done.returncode == 75, done.stdout + done.stderr
+        assert "expect_backend names 'flashinfer_cutlass' and logged is 'TRITON'" in done.stderr
+        assert not count.exists()
 
 
 class TestResume:
