@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,7 +155,7 @@ class TestResume:
         first = suite.run("run", "--configs-root", "configs", "--config", "config-cpu.txt")
         assert first.returncode == 0, first.stdout
         folder = suite.run_folder()
-        (job,) = (folder / "jobs").iterdir()
+        job = folder / "jobs" / "s__one"
         (job / "verdict.json").unlink()
         lines = (job / "ledger.jsonl").read_text().splitlines(keepends=True)
         (job / "ledger.jsonl").write_text("".join(lines[:-10]))
@@ -181,6 +182,20 @@ class TestResume:
         again = suite.run("rerun", name)
         assert again.returncode == 0, again.stdout
         assert asked(suite) == 2 * NUM_QUESTIONS
+
+    def test_a_job_that_an_earlier_build_has_decided_says_so_beside_the_others(
+        self, suite: Suite, routes: Path
+    ) -> None:
+        suite.add("decided", f"{suite.right()} --routes {routes}")
+        name = self.interrupted(suite, routes, {"/version": {"version": "1"}})
+        shutil.rmtree(suite.results / name / "jobs" / "s__one")
+        routes.write_text(json.dumps({"/version": {"version": "2"}}))
+        resumed = suite.run("run", "--resume", name)
+        assert resumed.returncode == 0, resumed.stdout
+        told = " ".join(resumed.stdout.split())
+        assert "s/decided: note: decided before the run was resumed, by another build" in told
+        assert "(version 1; now version 2)" in told
+        assert "s/one: note: decided before" not in told
 
     @pytest.mark.parametrize(
         ("before", "remark"),
