@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_engine import engine_of, prompts, request, run, tokens
+from small_engine import HAS_GPU, engine_of, prompts, request, run, tokens
 
 from moeserve.engine.device_steps import DeviceSteps
 from moeserve.engine.request import FinishReason, Request
@@ -18,6 +18,7 @@ from moeserve.layers.step_inputs import StepSizes, prompt_blocks
 from moeserve.runner.cuda_graph import Capturable, GraphLadder, graph_sizes
 from moeserve.triton_kernels import linear
 
+DEVICE = "cuda" if HAS_GPU else "cpu"
 PROMPTS = prompts([3, 9, 1, 18, 5])
 COUNTS = [5, 3, 6, 2, 4]
 
@@ -201,8 +202,9 @@ def test_a_whole_step_runs_before_the_first_capture_and_samples_before_each() ->
 def test_a_fixed_projection_makes_nothing_at_its_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    projection = linear.FixedProjection(torch.device("cpu"))
+    projection = linear.FixedProjection(torch.device(DEVICE))
     monkeypatch.setattr(linear, "new_tickets", lambda device: pytest.fail("made at the first call"))
-    x, weight = torch.randn(3, 1024), torch.randn(16, 1024)
+    x = torch.randn(3, 1024, device=DEVICE)
+    weight = torch.randn(16, 1024, device=DEVICE)
     assert linear.num_parts(16, 1024) > 1
     torch.testing.assert_close(projection(x, weight), x @ weight.T, rtol=1e-4, atol=1e-3)

@@ -3,7 +3,7 @@
 Receives shapes and token counts; returns 0. Weights and tokens are random and fresh, routing is
 uniform or skewed, times are medians over graph replays that rotate inputs beyond the L2. The floor
 is the larger of bytes over the read rate and operations over the matmul rate, both measured in the
-same run. A backend begins with the card rested, so that none pays for the one before it. `--tune`
+same run. Every row begins with the card rested, so that none pays for the one before it. `--tune`
 measures tile sizes instead (`tune.py`) and writes the table.
 """
 
@@ -37,9 +37,9 @@ SHAPES = {
 }
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192, 16384)
 L2_BYTES = 60e6
-# A second of 16,384 tokens brings an H200 to its power limit, from 1,980 down to 1,300 MHz, and the
-# next single token takes up to a tenth longer; half a second later it does not.
-REST_S = 0.5
+# A second of many tokens brings an H200 to its power limit, from 1,980 down to 1,300 MHz, and what
+# is measured next takes up to a tenth longer; a quarter of a second later it does not.
+REST_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def _bench_shape(
         weights = _random_weights(shape)
         raw = MoEWeights(weights.w13.clone(), weights.w2.clone())
         converted = convert_to_unquantized_kernel_format(registry().get(backend), raw)
-        time.sleep(REST_S)
         for T in tokens:
+            time.sleep(REST_S)
             rows.append(_bench_one(name, routing, spec, backend, (weights, converted), T, rates))
         del raw, converted, weights
         torch.cuda.empty_cache()
